@@ -1,0 +1,214 @@
+"""Video files: an H.264 encoder that streams and repeats itself exactly, and a decoder that reads only what is asked for.
+
+Shapes: n frames asked for, T frames given, H W picture size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TypeAlias
+
+import av
+import numpy as np
+from av.codec.context import Flags
+from av.container import InputContainer, OutputContainer
+from av.video.frame import PictureType, VideoFrame
+from av.video.stream import VideoStream
+from jaxtyping import UInt8
+
+from simforcing.errors import SimForcingError
+
+GOP = 8
+"""Frames from one keyframe to the next, so that a window costs at most GOP - 1 extra frames to decode."""
+
+MATCH = 0.25
+"""A decoded frame is the one asked for if its time differs by less than this fraction of a frame."""
+
+Picture: TypeAlias = UInt8[np.ndarray, "H W 3"]
+
+_POINTERS = (b"version https://git-lfs", b"/annex/objects/", b"../.git/annex")
+
+
+def rate(fps: float) -> Fraction:
+    """Frames a second as the fraction that a container stores (29.97 -> 2997/100)."""
+    if not fps > 0:
+        raise SimForcingError(f"video: fps is {fps}; give a positive number")
+    return Fraction(fps).limit_denominator(1001)
+
+
+class VideoWriter:
+    """Streams RGB frames into one H.264 yuv420p MP4; memory does not grow with the number of frames.
+
+    One encoder thread, no B-frames, a keyframe at least every `GOP` frames, index at the front of the file, no dates:
+    the same frames give the same bytes. `bytes` counts what has been encoded so far and `count` the frames.
+    Raises SimForcingError if height or width is odd (yuv420p needs even sizes).
+    """
+
+    def __init__(self, path: Path, *, fps: float, height: int, width: int, crf: int = 12) -> None:
+        if height < 2 or width < 2 or height % 2 or width % 2:
+            raise SimForcingError(f"{path}: video size {height}x{width}; give an even height and width (yuv420p)")
+        self.path = path
+        self.count = 0
+        self.bytes = 0
+        self._rate = rate(fps)
+        self._shape = (height, width, 3)
+        options = {"movflags": "+faststart", "fflags": "+bitexact"}
+        self._container: OutputContainer | None = av.open(str(path), "w", format="mp4", options=options)
+        x264 = {"crf": str(crf), "preset": "veryfast", "forced-idr": "1", "threads": "1"}
+        stream: VideoStream = self._container.add_stream("libx264", rate=self._rate, options=x264)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.gop_size, stream.max_b_frames = GOP, 0
+        stream.codec_context.thread_count = 1
+        stream.codec_context.time_base = 1 / self._rate
+        stream.codec_context.flags |= Flags.bitexact
+        self._stream = stream
+
+    def write(self, frames: UInt8[np.ndarray, "T H W 3"]) -> None:
+        """Append frames; the first of each call becomes a keyframe."""
+        if frames.dtype != np.uint8 or frames.shape[1:] != self._shape:
+            raise SimForcingError(
+                f"{self.path}: got {frames.dtype} frames {list(frames.shape)}; give uint8 [T, {self._shape[0]}, {self._shape[1]}, 3]"
+            )
+        for i, rgb in enumerate(frames):
+            frame = VideoFrame.from_ndarray(np.ascontiguousarray(rgb), format="rgb24")
+            frame.pts, frame.time_base = self.count, 1 / self._rate
+            frame.pict_type = PictureType.I if i == 0 else PictureType.NONE
+            self._mux(frame)
+            self.count += 1
+
+    def _mux(self, frame: VideoFrame | None) -> None:
+        for packet in self._stream.encode(frame):
+            self.bytes += packet.size
+            self._container.mux(packet)
+
+    def close(self) -> None:
+        """Finish the file. Closing twice does nothing."""
+        if self._container is None:
+            return
+        try:
+            self._mux(None)
+        finally:
+            self._container.close()
+            self._container = None
+
+    def abort(self) -> None:
+        """Let go of the file without finishing it (the caller deletes it)."""
+        if self._container is not None:
+            container, self._container = self._container, None
+            container.close()
+
+
+class VideoFile:
+    """One video file to read from; opened for each call, so it can be pickled and shared between processes.
+
+    fps: the rate that the data set states; a file with another rate is refused. `decoded` counts all frames that
+    were decoded so far, also those passed over on the way to the ones asked for.
+    """
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.path = path
+        self.fps = fps
+        self.decoded = 0
+
+    def check(self) -> None:
+        """Cheap look from outside. Raises SimForcingError if missing, empty or only a pointer to the real file."""
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(200)
+        except OSError:
+            raise SimForcingError(f"{self.path}: video file is missing; download or restore it") from None
+        if not head:
+            raise SimForcingError(f"{self.path}: video file has zero bytes; download or restore it")
+        if any(mark in head for mark in _POINTERS):
+            raise SimForcingError(f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)")
+
+    def at(self, times: Sequence[float]) -> UInt8[np.ndarray, "n H W 3"]:
+        """RGB frames at the given times (seconds from the start of the file), in the order given.
+
+        Seeks to the keyframe before each run of frames and decodes forward from there. Raises SimForcingError if
+        the file cannot be read, has another frame rate, or has no frame within a quarter frame of a time.
+        """
+        self.check()
+        order = sorted(set(times))
+        found: dict[float, Picture] = {}
+        try:
+            with av.open(str(self.path)) as container:
+                if not container.streams.video:
+                    raise SimForcingError(f"{self.path}: no video stream in it; re-export the dataset")
+                stream = container.streams.video[0]
+                self._check_rate(stream)
+                stream.codec_context.thread_count = 1
+                self._collect(container, stream, order, found)
+        except (av.FFmpegError, EOFError) as error:
+            raise SimForcingError(f"{self.path}: cannot be decoded ({error.strerror}); restore the file") from error
+        for time in order:
+            if time not in found:
+                raise SimForcingError(
+                    f"{self.path}: no frame at {time:.3f} s; the file is cut short or the dataset's timestamps are wrong"
+                )
+        if not times:
+            return np.empty((0, *self._size(), 3), np.uint8)
+        return np.stack([found[time] for time in times])
+
+    def _size(self) -> tuple[int, int]:
+        with av.open(str(self.path)) as container:
+            stream = container.streams.video[0]
+            return stream.height, stream.width
+
+    def _check_rate(self, stream: VideoStream) -> None:
+        actual = stream.average_rate
+        if actual is not None and abs(float(actual) - self.fps) > 0.02 * self.fps:
+            raise SimForcingError(
+                f"{self.path}: runs at {float(actual):g} frames a second, the dataset says {self.fps:g}; correct one of them"
+            )
+
+    def _collect(
+        self, container: InputContainer, stream: VideoStream, order: Sequence[float], found: dict[float, Picture]
+    ) -> None:
+        """Fill `found` for the ascending times in `order`, seeking only where that saves decoding."""
+        base = float(stream.time_base or 1)
+        for run in self._runs(stream, order, base):
+            for start in (run[0], 0.0):  # a second time from the front if the index led past the frame
+                container.seek(int((start + MATCH / self.fps) / base) if start else 0, stream=stream)
+                if self._decode_run(container, stream, run, found):
+                    break
+
+    def _runs(self, stream: VideoStream, order: Sequence[float], base: float) -> list[list[float]]:
+        """Cut ascending times where the keyframe before a time is more than two frames after the time before it."""
+        runs: list[list[float]] = []
+        for time in order:
+            entry = stream.index_entries.search_timestamp(int(time / base))
+            key = stream.index_entries[entry].timestamp * base if entry >= 0 else 0.0
+            if runs and key - runs[-1][-1] <= 2.0 / self.fps:
+                runs[-1].append(time)
+            else:
+                runs.append([time])
+        return runs
+
+    def _decode_run(
+        self, container: InputContainer, stream: VideoStream, run: Sequence[float], found: dict[float, Picture]
+    ) -> bool:
+        """Decode forward and keep the frames of one run; False if decoding began after the first of them."""
+        slack = MATCH / self.fps
+        wanted = deque(run)
+        for n, frame in enumerate(container.decode(stream)):
+            self.decoded += 1
+            if frame.time is None:
+                continue
+            if n == 0 and frame.time > wanted[0] + slack:
+                return False
+            while wanted and frame.time > wanted[0] + slack:
+                wanted.popleft()
+            if wanted and abs(frame.time - wanted[0]) <= slack:
+                found[wanted.popleft()] = to_rgb(frame)
+            if not wanted:
+                return True
+        return True
+
+
+def to_rgb(frame: VideoFrame) -> Picture:
+    """RGB of a decoded frame, by the colour matrix that the file names (BT.601 where it names none)."""
+    return frame.to_ndarray(format="rgb24")

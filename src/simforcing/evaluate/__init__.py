@@ -1,0 +1,1 @@
+"""Numbers with their protocol: metrics, intervals, pictures and the report page."""

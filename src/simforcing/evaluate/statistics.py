@@ -1,0 +1,152 @@
+"""Intervals for numbers measured on held-out clips.
+
+Shapes: B clips, K clusters (episodes). Every interval is a percentile bootstrap at 95 %: clips are drawn
+with replacement, or whole episodes where ``clusters`` is given, because clips of one episode resemble each
+other and intervals over clips would be too narrow. The statistic is always the mean over clips.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from simforcing.errors import SimForcingError
+
+Values: TypeAlias = Float64[np.ndarray, " B"] | Sequence[float]
+Clusters: TypeAlias = Sequence[int] | Sequence[str] | Int64[np.ndarray, " B"]
+
+LEVEL = 0.95
+
+
+class Interval(TypedDict):
+    """A mean with its 95 % interval; ``clips`` were used, ``missing`` were nan (not defined on them)."""
+
+    mean: float
+    low: float
+    high: float
+    clips: int
+    missing: int
+
+
+class Difference(Interval):
+    """Mean of a - b over the same clips; ``name`` reads "a - b"."""
+
+    name: str
+    metric: str
+    a: str
+    b: str
+
+
+def bootstrap(values: Values, n: int = 2000, seed: int = 0, *, clusters: Clusters | None = None) -> Interval:
+    """Mean over clips with a 95 % percentile interval from ``n`` resamples.
+
+    nan values are left out and counted in ``missing``. With ``clusters`` (one id a clip, its episode) whole
+    clusters are resampled. Fewer than two usable clips or clusters say nothing about spread: low and high
+    are nan then (and the mean too, without any). Raises `SimForcingError` for no values, infinite ones, or
+    ids of another length.
+    """
+    array = _column("values", values)
+    usable = ~np.isnan(array)
+    draws = _resampled_sums(array[usable, None], _select(clusters, usable), n, seed)
+    mean = float(array[usable].mean()) if usable.any() else float("nan")
+    return _interval(mean, None if draws is None else draws[0][:, 0] / draws[1], usable)
+
+
+def paired_difference(
+    a: Values,
+    b: Values,
+    n: int = 2000,
+    seed: int = 0,
+    *,
+    name_a: str = "a",
+    name_b: str = "b",
+    metric: str = "",
+    clusters: Clusters | None = None,
+) -> Difference:
+    """`bootstrap` of a - b, clip by clip: positive where ``a`` is larger.
+
+    A clip on which either is nan is left out. Raises `SimForcingError` for different numbers of clips.
+    """
+    first, second = _column(name_a, a), _column(name_b, b)
+    if len(first) != len(second):
+        raise SimForcingError(
+            f"a paired difference needs the same clips: {len(first)} of {name_a}, {len(second)} of {name_b}"
+        )
+    interval = bootstrap(first - second, n, seed, clusters=clusters)
+    return Difference(name=f"{name_a} - {name_b}", metric=metric, a=name_a, b=name_b, **interval)
+
+
+def paired_ratio(
+    a: Values, b: Values, n: int = 2000, seed: int = 0, *, clusters: Clusters | None = None
+) -> Interval:
+    """Mean of ``a`` divided by mean of ``b`` over the same clips, both resampled together.
+
+    The action ratio is ``paired_ratio(error with exchanged actions, error with the true ones)``.
+    """
+    first, second = _column("a", a), _column("b", b)
+    if len(first) != len(second):
+        raise SimForcingError(f"a paired ratio needs the same clips: {len(first)} against {len(second)}")
+    usable = ~np.isnan(first + second)
+    if usable.any() and second[usable].mean() == 0:
+        raise SimForcingError("the ratio's denominator is zero on average; it is not defined")
+    pairs = np.stack([first[usable], second[usable]], axis=1)
+    draws = _resampled_sums(pairs, _select(clusters, usable), n, seed)
+    mean = float(pairs[:, 0].mean() / pairs[:, 1].mean()) if usable.any() else float("nan")
+    return _interval(mean, None if draws is None else draws[0][:, 0] / draws[0][:, 1], usable)
+
+
+def bootstrap_columns(
+    values: Float64[np.ndarray, "B S"], n: int = 2000, seed: int = 0, *, clusters: Clusters | None = None
+) -> list[Interval]:
+    """`bootstrap` of each column, e.g. of `metrics.psnr_by_frame`: one interval a frame index."""
+    table = np.asarray(values, dtype=np.float64)
+    if table.ndim != 2:
+        raise SimForcingError(
+            f"expected one row a clip and one column a frame, got shape {list(table.shape)}"
+        )
+    return [bootstrap(table[:, s], n, seed, clusters=clusters) for s in range(table.shape[1])]
+
+
+def _column(name: str, values: Values) -> Float64[np.ndarray, " B"]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise SimForcingError(f"{name}: expected one value a clip, got shape {list(array.shape)}")
+    if np.isinf(array).any():
+        raise SimForcingError(
+            f"{name}: infinite for clip {int(np.argmax(np.isinf(array)))}; cap it or mark it nan"
+        )
+    return array
+
+
+def _select(clusters: Clusters | None, usable: np.ndarray) -> Int64[np.ndarray, " B"]:
+    """Cluster index of every usable clip; each clip is its own cluster where none are given."""
+    if clusters is None:
+        return np.arange(int(usable.sum()), dtype=np.int64)
+    ids = np.asarray(clusters)
+    if ids.shape != usable.shape:
+        raise SimForcingError(f"clusters: {ids.size} ids for {usable.size} clips; give one a clip")
+    _, index = np.unique(ids[usable], return_inverse=True)
+    return index.astype(np.int64)
+
+
+def _resampled_sums(
+    values: Float64[np.ndarray, "B C"], cluster: Int64[np.ndarray, " B"], n: int, seed: int
+) -> tuple[Float64[np.ndarray, "n C"], Float64[np.ndarray, " n"]] | None:
+    """Sums of each column and number of clips in each resample; None with fewer than two clusters."""
+    if n < 1:
+        raise SimForcingError(f"a bootstrap needs at least one resample, got n={n}")
+    count = np.bincount(cluster)
+    clusters = len(count)
+    if clusters < 2:
+        return None
+    sums = np.stack([np.bincount(cluster, weights=column) for column in values.T], axis=1)
+    drawn = np.random.default_rng(seed).integers(clusters, size=(n, clusters))
+    return sums[drawn].sum(axis=1), count[drawn].sum(axis=1).astype(np.float64)
+
+
+def _interval(mean: float, draws: np.ndarray | None, usable: np.ndarray) -> Interval:
+    tail = (1 - LEVEL) / 2
+    low, high = (float("nan"),) * 2 if draws is None else np.quantile(draws, [tail, 1 - tail])
+    clips = int(usable.sum())
+    return Interval(mean=mean, low=float(low), high=float(high), clips=clips, missing=usable.size - clips)

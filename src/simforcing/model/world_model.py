@@ -1,0 +1,224 @@
+"""`WorldModel`: what will the camera see if the arm does this?
+
+Legend: B batch, C channels, F latent frames, H W latent grid, A action steps, a action numbers, L context tokens,
+X text width.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from huggingface_hub import ModelHubMixin
+from jaxtyping import Bool, Float, Float32
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from simforcing.errors import SimForcingError
+from simforcing.model.experts import ActionExpert, ExpertConfig, VideoExpert, frame_rope, index_rope
+from simforcing.model.flow import Flow
+from simforcing.model.mixture import Condition, action_keys_values, denoise
+from simforcing.model.sim_condition import SimCondition
+
+
+@dataclass(frozen=True)
+class WorldModelConfig:
+    """Everything that is needed to build the model and to use it as it was trained.
+
+    `metadata` holds what is not the network's: codec, text encoder, clip rule, action convention, prompts, training.
+    """
+
+    video: ExpertConfig
+    action: ExpertConfig
+    channels: int
+    patch: tuple[int, int, int] = (1, 2, 2)
+    action_dim: int = 7
+    proprio_dim: int = 7
+    action_positions: Literal["index", "frame"] = "index"
+    sim_condition: bool = True
+    flow: Flow = Flow()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`; an unknown key is an error."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise SimForcingError(f"model configuration has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        nested = {"video": ExpertConfig, "action": ExpertConfig, "flow": Flow}
+        values = {k: nested[k](**v) if k in nested else v for k, v in data.items()}
+        return cls(**values | {"patch": tuple(data.get("patch", cls.patch))})
+
+
+class WorldModel(nn.Module, ModelHubMixin, library_name="simforcing", tags=["world-model", "robotics"]):
+    """A video expert and an action expert in joint attention, with simulation latents as an optional condition.
+
+    SimForcing, sections on the mixture of transformers and on simulation conditioning.
+    """
+
+    def __init__(self, config: WorldModelConfig) -> None:
+        super().__init__()
+        if config.video.attention_dim != config.action.attention_dim or config.video.num_layers != config.action.num_layers:
+            raise SimForcingError("the experts attend jointly: layers, heads and head width must be the same in both")
+        self.config = config
+        self.video = VideoExpert(config.video, config.channels, config.patch)
+        self.action = ActionExpert(config.action, config.action_dim)
+        self.proprio = nn.Linear(config.proprio_dim, config.video.text_dim)
+        self.sim = SimCondition(config.video.num_layers, config.channels, config.video.dim, config.patch) if config.sim_condition else None
+
+    @property
+    def flow(self) -> Flow:
+        """The schedule that the model was trained with."""
+        return self.config.flow
+
+    def context(
+        self, text: Float[Tensor, "B L X"], mask: Bool[Tensor, "B L"], proprio: Float[Tensor, "B p"]
+    ) -> tuple[Float[Tensor, "B L+1 X"], Bool[Tensor, "B L+1"]]:
+        """Text tokens with the (normalised) proprioception of the first frame as one more token after them."""
+        token = self.proprio(proprio)[:, None]
+        return torch.cat([text, token], dim=1), torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+
+    def condition(
+        self,
+        action: Float[Tensor, "B A a"] | None,
+        context: Float[Tensor, "B L X"],
+        context_mask: Bool[Tensor, "B L"] | None,
+        frames: int,
+        sim_latents: Float[Tensor, "B C F H W"] | None = None,
+        sim_gate: Float[Tensor, " B"] | None = None,
+    ) -> Condition:
+        """What does not depend on the noise level, for `denoise`. `frames` counts latent frames.
+
+        action: normalised; None leaves the action expert out, which is not the same as zero actions.
+        sim_gate: 1 with, 0 without simulation, a sample; None means 1.
+        """
+        mask = None if context_mask is None or bool(context_mask.all()) else context_mask[:, None, None]
+        actions = None
+        if action is not None:
+            head = self.config.action.head_dim
+            aligned = self.config.action_positions == "frame"
+            rope = frame_rope(action.shape[1], frames, head) if aligned else index_rope(action.shape[1], head)
+            actions = action_keys_values(self.action, action, context, mask, rope.to(action.device))
+        return Condition(self.video.text_keys_values(context), mask, actions, self.sim_residuals(sim_latents, sim_gate))
+
+    def sim_residuals(self, sim_latents: Tensor | None, gate: Tensor | None = None) -> list[Tensor] | None:
+        """Residuals of every block, or None without simulation latents."""
+        if sim_latents is None:
+            return None
+        if self.sim is None:
+            raise SimForcingError("this model has no simulation condition (sim_condition = false in its configuration)")
+        result: list[Tensor] = self.sim(sim_latents, gate)
+        return result
+
+    def denoise(
+        self, latents: Float[Tensor, "B C F H W"], timestep: Float32[Tensor, " B"], condition: Condition,
+        first_frame_clean: bool = True,
+    ) -> Float[Tensor, "B C F H W"]:
+        """Velocity. The first latent frame is the condition, clean, and embedded with time 0 unless said otherwise."""
+        times = timestep[:, None].repeat(1, latents.shape[2] // self.config.patch[0])
+        if first_frame_clean:
+            times[:, 0] = 0
+        return denoise(self.video, latents, times, condition)
+
+    def velocity(
+        self,
+        latents: Float[Tensor, "B C F H W"],
+        timestep: Float32[Tensor, " B"],
+        action: Float[Tensor, "B A a"] | None,
+        context: Float[Tensor, "B L X"],
+        context_mask: Bool[Tensor, "B L"] | None,
+        sim_latents: Float[Tensor, "B C F H W"] | None = None,
+        sim_gate: Float[Tensor, " B"] | None = None,
+    ) -> Float[Tensor, "B C F H W"]:
+        """Velocity of noisy latents in one call; frame 0 must be the clean first frame.
+
+        timestep in [0, 1000], action normalised, context with its proprioception token (see `context`).
+        """
+        condition = self.condition(action, context, context_mask, latents.shape[2], sim_latents, sim_gate)
+        return self.denoise(latents, timestep, condition)
+
+    def unused_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What a world model's output does not depend on: the last action block after its keys and values, the action head."""
+        last = f"action.blocks.{self.config.action.num_layers - 1}."
+        used = ("attn1.to_k", "attn1.to_v", "attn1.norm_k", "scale_shift_table")
+        for name, parameter in self.named_parameters():
+            tail = name.removeprefix(last)
+            if name.startswith("action.head.") or (tail != name and not tail.startswith(used)):
+                yield name, parameter
+
+    # -- saving and loading -----------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:  # type: ignore[override]
+        """Writes `config.json` and `model.safetensors` to a temporary directory and renames it.
+
+        Raises:
+            SimForcingError: the directory exists and is not empty.
+        """
+        out = Path(save_directory)
+        if out.exists() and any(out.iterdir()):
+            raise SimForcingError(f"{out} is not empty; choose another directory, nothing was written")
+        partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+        partial.mkdir(parents=True)
+        try:
+            self._save_pretrained(partial)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return None
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        (save_directory / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
+        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, save_directory / "model.safetensors")
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool, token: Any, **_: Any) -> "WorldModel":  # type: ignore[override]
+        root = Path(model_id)
+        if not root.is_dir():
+            from huggingface_hub import snapshot_download
+
+            root = Path(snapshot_download(model_id, revision=revision, cache_dir=cache_dir, force_download=force_download, local_files_only=local_files_only, token=token))
+        return load_world_model(root)
+
+
+def load_world_model(root: Path) -> WorldModel:
+    """Reads a directory that `save_pretrained` wrote, strictly.
+
+    Raises:
+        SimForcingError: a file is missing or damaged, or tensors are missing, unexpected or wrongly shaped (listed).
+    """
+    for name in ("config.json", "model.safetensors"):
+        if not (root / name).is_file():
+            raise SimForcingError(f"{root} is not a model directory: {name} is missing")
+    try:
+        config = WorldModelConfig.from_dict(json.loads((root / "config.json").read_text()))
+        state = load_file(root / "model.safetensors")
+    except (json.JSONDecodeError, TypeError, SafetensorError) as error:
+        raise SimForcingError(f"{root} is damaged: {error}") from error
+    with torch.device("meta"):
+        model = WorldModel(config)
+    load_strictly(model, state, str(root))
+    return model.float()
+
+
+def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
+    """Loads all tensors or none.
+
+    Raises:
+        SimForcingError: lists missing, unexpected and wrongly shaped tensors.
+    """
+    want = model.state_dict()
+    missing = sorted(set(want) - set(state))
+    unexpected = sorted(set(state) - set(want))
+    shapes = sorted(f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}" for k in set(want) & set(state) if state[k].shape != want[k].shape)
+    problems = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes)) if names]
+    if problems:
+        raise SimForcingError(f"{source} does not fit the model; {'; '.join(problems)}")
+    model.load_state_dict(state, assign=True)
