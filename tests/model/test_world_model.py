@@ -135,7 +135,7 @@ def test_later_frames_and_noise_do_not_reach_the_first_frame_but_actions_do(posi
 
 @torch.no_grad()
 def test_round_trip_through_a_directory(tmp_path: Path) -> None:
-    model, a = tiny(action_positions="frame", metadata={"codec": "x"}), arguments()
+    model, a = tiny(action_positions="frame"), arguments()
     model.save_pretrained(tmp_path / "m")
     loaded = WorldModel.from_pretrained(tmp_path / "m")
     assert loaded.config == model.config

@@ -42,7 +42,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 class ActionConvention:
     """What the numbers of an action mean; stored in `meta/simforcing.json` under `action`.
 
-    kind: `absolute` = target pose at the next frame, so that action[i] leads frame i to frame i + 1; `delta` = change.
+    kind: `absolute` = target pose at the next frame, so that action[i] leads frame i to frame i + 1; `delta`
+    = change.
     relative_to: for `delta`, the pose that is changed: the measured `state` or the previous `target`.
     frame: axes of the change or pose, the robot's `base` or the `tool`.
     rotation: `rotvec` (axis times angle, radians) or `euler_xyz` (R = Rz(yaw) Ry(pitch) Rx(roll), radians).
@@ -70,7 +71,9 @@ class ActionConvention:
             raise SimForcingError(f"action convention: hz is {self.hz}; give a positive rate")
         low, high = self.gripper_range
         if not low < high:
-            raise SimForcingError(f"action convention: gripper_range is {low} to {high}; give the smaller value first")
+            raise SimForcingError(
+                f"action convention: gripper_range is {low} to {high}; give the smaller value first"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -117,7 +120,9 @@ class Episode:
         """Number of rows, which is also the number of frames of every camera."""
         return len(self.timestamps)
 
-    def frames(self, camera: str, indices: Sequence[int] | slice | None = None) -> UInt8[np.ndarray, "n H W 3"]:
+    def frames(
+        self, camera: str, indices: Sequence[int] | slice | None = None
+    ) -> UInt8[np.ndarray, "n H W 3"]:
         """RGB frames of one camera in the order asked for (None: all of them); only these are decoded.
 
         Raises SimForcingError for an unknown camera (with the nearest name), an index outside 0..length-1
@@ -129,20 +134,27 @@ class Episode:
             rows = list(range(self.length))
         elif isinstance(indices, slice):
             first, last = indices.start or 0, self.length if indices.stop is None else indices.stop
-            rows = list(range(first, last, indices.step or 1))
+            rows = list(range(first, last, 1 if indices.step is None else indices.step))
         else:
             rows = [int(i) for i in indices]
         for row in rows:
             if not 0 <= row < self.length:
-                raise SimForcingError(f"{self.where}: frame {row} is outside its frames 0 to {self.length - 1}")
+                raise SimForcingError(
+                    f"{self.where}: frame {row} is outside its frames 0 to {self.length - 1}"
+                )
         return self.decode(self.index, camera, rows)
 
 
-class Dataset(Sequence[Episode]):
-    """Episodes of one dataset, whatever its format; a reader passes `load`, which makes one episode by number.
+class NoSuchEpisode(SimForcingError, IndexError):
+    """An episode number outside the dataset; an IndexError too, as every sequence raises."""
 
-    lengths and tasks (one an episode) are known without loading anything. meta is `meta/simforcing.json` ({} if
-    there is none). state_names and action_names are empty where the dataset has none.
+
+class Dataset(Sequence[Episode]):
+    """Episodes of one dataset, whatever its format; a reader passes `load`, which makes one episode by
+    number.
+
+    lengths and tasks (one an episode) are known without loading anything. meta is `meta/simforcing.json` ({}
+    if there is none). state_names and action_names are empty where the dataset has none.
     """
 
     def __init__(
@@ -184,5 +196,5 @@ class Dataset(Sequence[Episode]):
             return [self._load(i) for i in range(*index.indices(len(self)))]
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
-            raise IndexError(f"{self.root}: no episode {index}, it has {len(self)} (0 to {len(self) - 1})")
+            raise NoSuchEpisode(f"{self.root}: no episode {index}, it has {len(self)} (0 to {len(self) - 1})")
         return self._load(position)

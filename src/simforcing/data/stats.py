@@ -25,8 +25,8 @@ CLAMP = 5.0
 class Normalizer:
     """Maps each dimension's [min, max] to [-1, 1]; all arithmetic is float32.
 
-    scale = 2 / (max - min), offset = -1 - scale * min, y = clamp(x * scale + offset, -5, 5). A (nearly) constant
-    dimension gets scale 1 and offset -min.
+    scale = 2 / (max - min), offset = -1 - scale * min, y = clamp(x * scale + offset, -5, 5). A (nearly)
+    constant dimension gets scale 1 and offset -min.
     """
 
     min: Float32[np.ndarray, "D"]
@@ -35,9 +35,13 @@ class Normalizer:
     def __post_init__(self) -> None:
         low, high = (np.asarray(value, np.float32) for value in (self.min, self.max))
         if low.ndim != 1 or low.shape != high.shape:
-            raise SimForcingError(f"statistics: min has shape {list(low.shape)}, max {list(high.shape)}; give two equal vectors")
+            raise SimForcingError(
+                f"statistics: min has shape {list(low.shape)}, max {list(high.shape)}; give two equal vectors"
+            )
         if not (np.isfinite(low).all() and np.isfinite(high).all() and (high >= low).all()):
-            raise SimForcingError("statistics: min and max must be finite with min <= max; compute them anew from clean data")
+            raise SimForcingError(
+                "statistics: min and max must be finite with min <= max; compute them anew from clean data"
+            )
         object.__setattr__(self, "min", low)
         object.__setattr__(self, "max", high)
 
@@ -52,23 +56,32 @@ class Normalizer:
         for i, part in enumerate([rows] if isinstance(rows, np.ndarray) else rows):
             part = np.asarray(part, np.float32)
             if part.ndim != 2 or (low is not None and part.shape[1] != len(low)):
-                raise SimForcingError(f"statistics: array {i} has shape {list(part.shape)}; give rows [N, D] of one width")
+                raise SimForcingError(
+                    f"statistics: array {i} has shape {list(part.shape)}; give rows [N, D] of one width"
+                )
             if len(part) == 0:
                 continue
             bad = np.flatnonzero(~np.isfinite(part).all(axis=0))
             if len(bad):
-                raise SimForcingError(f"statistics: array {i} has values that are not finite in dimension {bad[0]}; clean the data")
+                raise SimForcingError(
+                    f"statistics: array {i} has values that are not finite in dimension {bad[0]}; "
+                    "clean the data"
+                )
             low = part.min(axis=0) if low is None else np.minimum(low, part.min(axis=0))
             high = part.max(axis=0) if high is None else np.maximum(high, part.max(axis=0))
         if low is None or high is None:
-            raise SimForcingError("statistics: no rows to compute them from; the selection of episodes is empty")
+            raise SimForcingError(
+                "statistics: no rows to compute them from; the selection of episodes is empty"
+            )
         return cls(low, high)
 
     @property
     def scale(self) -> Float32[np.ndarray, "D"]:
         """Factor per dimension."""
         span = self.max - self.min
-        return np.where(span < CONSTANT_RANGE, np.float32(1), np.float32(2) / np.where(span == 0, np.float32(1), span))
+        return np.where(
+            span < CONSTANT_RANGE, np.float32(1), np.float32(2) / np.where(span == 0, np.float32(1), span)
+        )
 
     @property
     def offset(self) -> Float32[np.ndarray, "D"]:
@@ -79,16 +92,20 @@ class Normalizer:
     def normalize(self, x: np.ndarray) -> Float32[np.ndarray, "... D"]:
         """Stored units -> about [-1, 1], cut to [-5, 5]. `x` is [..., D]."""
         self._check(x)
-        return np.clip(np.asarray(x, np.float32) * self.scale + self.offset, -CLAMP, CLAMP)
+        scaled: np.ndarray = np.asarray(x, np.float32) * self.scale + self.offset
+        return scaled.clip(-CLAMP, CLAMP)
 
     def denormalize(self, y: np.ndarray) -> Float32[np.ndarray, "... D"]:
         """Inverse of `normalize` where nothing was cut."""
         self._check(y)
-        return (np.asarray(y, np.float32) - self.offset) / self.scale
+        stored: np.ndarray = (np.asarray(y, np.float32) - self.offset) / self.scale
+        return stored
 
     def _check(self, x: np.ndarray) -> None:
         if x.shape[-1:] != self.min.shape:
-            raise SimForcingError(f"normaliser of width {len(self.min)}: got an array of shape {list(x.shape)}")
+            raise SimForcingError(
+                f"normaliser of width {len(self.min)}: got an array of shape {list(x.shape)}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; float32 values survive the round trip exactly."""
@@ -96,8 +113,12 @@ class Normalizer:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Normalizer:
-        """Read `to_dict`'s form, or one entry of a released `dataset_stats.json` (its other statistics are not used)."""
+        """Read `to_dict`'s form, or one entry of a released `dataset_stats.json` (its other statistics are
+        not used).
+        """
         kind = stored.get("kind", "min_max")
         if kind != "min_max" or "min" not in stored or "max" not in stored:
-            raise SimForcingError(f"statistics: expected kind min_max with min and max, got kind {kind!r} with {sorted(stored)}")
+            raise SimForcingError(
+                f"statistics: expected kind min_max with min and max, got kind {kind!r} with {sorted(stored)}"
+            )
         return cls(np.asarray(stored["min"], np.float32), np.asarray(stored["max"], np.float32))

@@ -1,4 +1,5 @@
-"""Video files: an H.264 encoder that streams and repeats itself exactly, and a decoder that reads only what is asked for.
+"""Video files: an H.264 encoder that streams and repeats itself exactly, and a decoder that reads only what
+is asked for.
 
 Shapes: n frames asked for, T frames given, H W picture size.
 """
@@ -6,7 +7,8 @@ Shapes: n frames asked for, T frames given, H W picture size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import TypeAlias
@@ -14,8 +16,9 @@ from typing import TypeAlias
 import av
 import numpy as np
 from av.codec.context import Flags
-from av.container import InputContainer, OutputContainer
+from av.container import InputContainer
 from av.video.frame import PictureType, VideoFrame
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from jaxtyping import UInt8
 
@@ -42,22 +45,24 @@ def rate(fps: float) -> Fraction:
 class VideoWriter:
     """Streams RGB frames into one H.264 yuv420p MP4; memory does not grow with the number of frames.
 
-    One encoder thread, no B-frames, a keyframe at least every `GOP` frames, index at the front of the file, no dates:
-    the same frames give the same bytes. `bytes` counts what has been encoded so far and `count` the frames.
-    Raises SimForcingError if height or width is odd (yuv420p needs even sizes).
+    One encoder thread, no B-frames, a keyframe at least every `GOP` frames, index at the front of the file,
+    no dates: the same frames give the same bytes. `bytes` counts what has been encoded so far and `count` the
+    frames. Raises SimForcingError if height or width is odd (yuv420p needs even sizes).
     """
 
     def __init__(self, path: Path, *, fps: float, height: int, width: int, crf: int = 12) -> None:
         if height < 2 or width < 2 or height % 2 or width % 2:
-            raise SimForcingError(f"{path}: video size {height}x{width}; give an even height and width (yuv420p)")
+            raise SimForcingError(
+                f"{path}: video size {height}x{width}; give an even height and width (yuv420p)"
+            )
         self.path = path
         self.count = 0
         self.bytes = 0
         self._rate = rate(fps)
         self._shape = (height, width, 3)
         options = {"movflags": "+faststart", "fflags": "+bitexact"}
-        self._container: OutputContainer | None = av.open(str(path), "w", format="mp4", options=options)
-        x264 = {"crf": str(crf), "preset": "veryfast", "forced-idr": "1", "threads": "1"}
+        self._container = av.open(str(path), "w", format="mp4", options=options)
+        x264 = {"crf": str(crf), "preset": "veryfast", "forced-idr": "1", "sc_threshold": "0", "threads": "1"}
         stream: VideoStream = self._container.add_stream("libx264", rate=self._rate, options=x264)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.gop_size, stream.max_b_frames = GOP, 0
@@ -70,7 +75,8 @@ class VideoWriter:
         """Append frames; the first of each call becomes a keyframe."""
         if frames.dtype != np.uint8 or frames.shape[1:] != self._shape:
             raise SimForcingError(
-                f"{self.path}: got {frames.dtype} frames {list(frames.shape)}; give uint8 [T, {self._shape[0]}, {self._shape[1]}, 3]"
+                f"{self.path}: got {frames.dtype} frames {list(frames.shape)}; "
+                f"give uint8 [T, {self._shape[0]}, {self._shape[1]}, 3]"
             )
         for i, rgb in enumerate(frames):
             frame = VideoFrame.from_ndarray(np.ascontiguousarray(rgb), format="rgb24")
@@ -85,27 +91,23 @@ class VideoWriter:
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Finish the file. Closing twice does nothing."""
-        if self._container is None:
-            return
+        """Finish the file and close it."""
         try:
             self._mux(None)
         finally:
             self._container.close()
-            self._container = None
 
     def abort(self) -> None:
-        """Let go of the file without finishing it (the caller deletes it)."""
-        if self._container is not None:
-            container, self._container = self._container, None
-            container.close()
+        """Let go of the file, whatever state it is in; the caller deletes it."""
+        with suppress(av.FFmpegError):
+            self.close()
 
 
 class VideoFile:
     """One video file to read from; opened for each call, so it can be pickled and shared between processes.
 
-    fps: the rate that the data set states; a file with another rate is refused. `decoded` counts all frames that
-    were decoded so far, also those passed over on the way to the ones asked for.
+    fps: the rate that the data set states; a file with another rate is refused. `decoded` counts all frames
+    that were decoded so far, also those passed over on the way to the ones asked for.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -114,7 +116,7 @@ class VideoFile:
         self.decoded = 0
 
     def check(self) -> None:
-        """Cheap look from outside. Raises SimForcingError if missing, empty or only a pointer to the real file."""
+        """Cheap look from outside. Raises SimForcingError if missing, empty or only a pointer to a file."""
         try:
             with self.path.open("rb") as file:
                 head = file.read(200)
@@ -123,13 +125,15 @@ class VideoFile:
         if not head:
             raise SimForcingError(f"{self.path}: video file has zero bytes; download or restore it")
         if any(mark in head for mark in _POINTERS):
-            raise SimForcingError(f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)")
+            raise SimForcingError(
+                f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)"
+            )
 
     def at(self, times: Sequence[float]) -> UInt8[np.ndarray, "n H W 3"]:
         """RGB frames at the given times (seconds from the start of the file), in the order given.
 
-        Seeks to the keyframe before each run of frames and decodes forward from there. Raises SimForcingError if
-        the file cannot be read, has another frame rate, or has no frame within a quarter frame of a time.
+        Seeks to the keyframe before each run of frames and decodes forward from there. Raises SimForcingError
+        if the file cannot be read, has another frame rate, or has no frame within a quarter frame of a time.
         """
         self.check()
         order = sorted(set(times))
@@ -140,48 +144,57 @@ class VideoFile:
                     raise SimForcingError(f"{self.path}: no video stream in it; re-export the dataset")
                 stream = container.streams.video[0]
                 self._check_rate(stream)
+                empty = np.empty((0, stream.height, stream.width, 3), np.uint8)
                 stream.codec_context.thread_count = 1
+                stream.codec_context.options = {"err_detect": "explode"}
                 self._collect(container, stream, order, found)
-        except (av.FFmpegError, EOFError) as error:
-            raise SimForcingError(f"{self.path}: cannot be decoded ({error.strerror}); restore the file") from error
+        except av.FFmpegError as error:
+            raise SimForcingError(
+                f"{self.path}: cannot be decoded ({error.strerror}); restore the file"
+            ) from error
         for time in order:
             if time not in found:
                 raise SimForcingError(
-                    f"{self.path}: no frame at {time:.3f} s; the file is cut short or the dataset's timestamps are wrong"
+                    f"{self.path}: no frame at {time:.3f} s; "
+                    "the file is cut short or the dataset's timestamps are wrong"
                 )
-        if not times:
-            return np.empty((0, *self._size(), 3), np.uint8)
-        return np.stack([found[time] for time in times])
-
-    def _size(self) -> tuple[int, int]:
-        with av.open(str(self.path)) as container:
-            stream = container.streams.video[0]
-            return stream.height, stream.width
+        return np.stack([found[time] for time in times]) if times else empty
 
     def _check_rate(self, stream: VideoStream) -> None:
         actual = stream.average_rate
         if actual is not None and abs(float(actual) - self.fps) > 0.02 * self.fps:
             raise SimForcingError(
-                f"{self.path}: runs at {float(actual):g} frames a second, the dataset says {self.fps:g}; correct one of them"
+                f"{self.path}: runs at {float(actual):g} frames a second, the dataset says {self.fps:g}; "
+                "correct one of them"
             )
 
     def _collect(
-        self, container: InputContainer, stream: VideoStream, order: Sequence[float], found: dict[float, Picture]
+        self,
+        container: InputContainer,
+        stream: VideoStream,
+        order: Sequence[float],
+        found: dict[float, Picture],
     ) -> None:
         """Fill `found` for the ascending times in `order`, seeking only where that saves decoding."""
         base = float(stream.time_base or 1)
         for run in self._runs(stream, order, base):
-            for start in (run[0], 0.0):  # a second time from the front if the index led past the frame
-                container.seek(int((start + MATCH / self.fps) / base) if start else 0, stream=stream)
-                if self._decode_run(container, stream, run, found):
-                    break
+            target = int((run[0] + MATCH / self.fps) / base) if run[0] else 0
+            # From the keyframe before; from the one before that, which pictures shown before a keyframe may
+            # need; from the front, where every sound file decodes.
+            for start in (target, max(_key_before(stream, target) - 1, 1), 0):
+                container.seek(start, stream=stream)
+                try:
+                    if self._decode_run(container, stream, run, found):
+                        break
+                except av.InvalidDataError:
+                    if start == 0:
+                        raise
 
     def _runs(self, stream: VideoStream, order: Sequence[float], base: float) -> list[list[float]]:
-        """Cut ascending times where the keyframe before a time is more than two frames after the time before it."""
+        """Cut ascending times where a keyframe in between saves decoding two frames or more."""
         runs: list[list[float]] = []
         for time in order:
-            entry = stream.index_entries.search_timestamp(int(time / base))
-            key = stream.index_entries[entry].timestamp * base if entry >= 0 else 0.0
+            key = _key_before(stream, int(time / base)) * base
             if runs and key - runs[-1][-1] <= 2.0 / self.fps:
                 runs[-1].append(time)
             else:
@@ -189,26 +202,50 @@ class VideoFile:
         return runs
 
     def _decode_run(
-        self, container: InputContainer, stream: VideoStream, run: Sequence[float], found: dict[float, Picture]
+        self,
+        container: InputContainer,
+        stream: VideoStream,
+        run: Sequence[float],
+        found: dict[float, Picture],
     ) -> bool:
-        """Decode forward and keep the frames of one run; False if decoding began after the first of them."""
+        """Decode forward, keep the frames of one run; False if decoding began after the first of them."""
         slack = MATCH / self.fps
         wanted = deque(run)
-        for n, frame in enumerate(container.decode(stream)):
+        rgb = VideoReformatter()  # one for all frames: it keeps its tables
+        first = True
+        for frame in _frames(container, stream):
             self.decoded += 1
-            if frame.time is None:
-                continue
-            if n == 0 and frame.time > wanted[0] + slack:
+            if first and frame.time > wanted[0] + slack:
                 return False
+            first = False
             while wanted and frame.time > wanted[0] + slack:
                 wanted.popleft()
             if wanted and abs(frame.time - wanted[0]) <= slack:
-                found[wanted.popleft()] = to_rgb(frame)
+                found[wanted.popleft()] = rgb.reformat(frame, format="rgb24").to_ndarray()
             if not wanted:
                 return True
         return True
 
 
-def to_rgb(frame: VideoFrame) -> Picture:
-    """RGB of a decoded frame, by the colour matrix that the file names (BT.601 where it names none)."""
-    return frame.to_ndarray(format="rgb24")
+def _key_before(stream: VideoStream, timestamp: int) -> int:
+    """Timestamp of the last keyframe at or before another, in the stream's time base (0 if none)."""
+    entry = stream.index_entries.search_timestamp(timestamp)
+    return stream.index_entries[entry].timestamp if entry >= 0 else 0
+
+
+def _frames(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
+    """Decode from the current position, a keyframe; any damage raises.
+
+    Pictures that are shown before that keyframe may refer to what lies before it; they are left out.
+    """
+    first: int | None = None
+    for packet in container.demux(stream):
+        if first is None:
+            first = packet.pts
+        try:
+            frames = packet.decode()
+        except av.InvalidDataError:
+            if first is None or packet.pts is None or packet.pts >= first:
+                raise
+            continue
+        yield from frames

@@ -21,7 +21,7 @@ from simforcing.errors import SimForcingError
 
 @dataclass(frozen=True)
 class ClipRule:
-    """How a clip is cut from an episode: every `stride`-th frame as a picture, every single step as an action.
+    """How a clip is cut from an episode: every `stride`-th frame as a picture, every step as an action.
 
     A window has `steps` = (frames - 1) * stride + 1 rows. Pictures are taken at start, start + stride, ...;
     actions at start .. start + `actions` - 1, so that action i leads row i to row i + 1. The released Bridge
@@ -36,7 +36,9 @@ class ClipRule:
     def __post_init__(self) -> None:
         for name in ("frames", "stride", "height", "width"):
             if getattr(self, name) < 1:
-                raise SimForcingError(f"clip rule: {name} is {getattr(self, name)}; give a number of at least 1")
+                raise SimForcingError(
+                    f"clip rule: {name} is {getattr(self, name)}; give a number of at least 1"
+                )
 
     @property
     def actions(self) -> int:
@@ -62,21 +64,28 @@ class Clip:
 
 
 def starts(length: int, rule: ClipRule, every: int = 1) -> list[int]:
-    """First rows of all windows that fit in an episode of `length` rows, `every` rows apart (empty if none fits)."""
+    """First rows of all windows that fit in an episode of `length` rows, `every` rows apart (empty if none
+    fits).
+    """
     if every < 1:
         raise SimForcingError(f"window starts: every is {every}; give a number of at least 1")
     return list(range(0, length - rule.steps + 1, every))
 
 
-def resize_crop(frames: UInt8[np.ndarray, "T h w 3"], height: int, width: int) -> UInt8[np.ndarray, "T H W 3"]:
+def resize_crop(
+    frames: UInt8[np.ndarray, "T h w 3"], height: int, width: int
+) -> UInt8[np.ndarray, "T H W 3"]:
     """Resize so that both sides cover the target, then crop its centre (the released preprocessing).
 
-    scale = max(height / h, width / w), size int(x * scale + 0.5), bicubic with antialiasing on uint8 (Pillow).
-    Of an odd surplus the crop leaves round(surplus / 2) rows above, as torchvision does. Frames that have the
-    right size already are returned unchanged. Raises SimForcingError if the input is not uint8 [T, h, w, 3].
+    scale = max(height / h, width / w), size int(x * scale + 0.5), bicubic with antialiasing on uint8
+    (Pillow). Of an odd surplus the crop leaves round(surplus / 2) rows above, as torchvision does. Frames
+    that have the right size already are returned unchanged. Raises SimForcingError if the input is not uint8
+    [T, h, w, 3].
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
-        raise SimForcingError(f"resize: got {frames.dtype} {list(frames.shape)}; give uint8 frames [T, h, w, 3]")
+        raise SimForcingError(
+            f"resize: got {frames.dtype} {list(frames.shape)}; give uint8 frames [T, h, w, 3]"
+        )
     old_height, old_width = frames.shape[1:3]
     if (old_height, old_width) == (height, width):
         return frames
@@ -102,7 +111,11 @@ def load_clip(episode: Episode, start: int, rule: ClipRule, cameras: Sequence[st
 
 
 def iter_clips(
-    dataset: Dataset, rule: ClipRule, cameras: Sequence[str], every: int = 1, episodes: Sequence[int] | None = None
+    dataset: Dataset,
+    rule: ClipRule,
+    cameras: Sequence[str],
+    every: int = 1,
+    episodes: Sequence[int] | None = None,
 ) -> Iterator[Clip]:
     """All windows of all (or the given) episodes in order; every frame is decoded and resized once.
 
@@ -127,18 +140,21 @@ def _check_window(episode: Episode, start: int, rule: ClipRule) -> None:
         return
     remedy = f"starts 0 to {last} fit" if last >= 0 else "use a shorter clip rule or leave this episode out"
     raise SimForcingError(
-        f"{episode.where}: a window of {rule.steps} rows from row {start} is outside its {episode.length} rows; {remedy}"
+        f"{episode.where}: a window of {rule.steps} rows from row {start} is outside its {episode.length} "
+        f"rows; {remedy}"
     )
 
 
-def _clip(episode: Episode, start: int, rule: ClipRule, frames: dict[str, UInt8[np.ndarray, "T H W 3"]]) -> Clip:
+def _clip(
+    episode: Episode, start: int, rule: ClipRule, frames: dict[str, UInt8[np.ndarray, "T H W 3"]]
+) -> Clip:
     return Clip(
         episode=episode.index,
         start=start,
         task=episode.task,
         frames=frames,
-        action=episode.action[start : start + rule.actions],
-        proprio=episode.state[start],
+        action=episode.action[start : start + rule.actions].copy(),
+        proprio=episode.state[start].copy(),
     )
 
 
@@ -165,7 +181,9 @@ def split_episodes(n: int, parts: Mapping[str, float | int | None], seed: int = 
     else:
         sizes = {name: int(size) for name, size in given.items()}
     if sum(sizes.values()) > n:
-        raise SimForcingError(f"split {dict(parts)}: asks for {sum(sizes.values())} of {n} episodes; ask for fewer")
+        raise SimForcingError(
+            f"split {dict(parts)}: asks for {sum(sizes.values())} of {n} episodes; ask for fewer"
+        )
     rest = n - sum(sizes.values())
     order = np.random.default_rng(seed).permutation(n).tolist()
     split: dict[str, list[int]] = {}
@@ -189,7 +207,9 @@ def _fraction_sizes(n: int, fractions: Mapping[str, float]) -> dict[str, int]:
 
 
 def save_split(path: Path, split: Mapping[str, Sequence[int]], source: str = "") -> None:
-    """Write a split with the sha256 of its content; `source` says which dataset it divides. Replaces atomically."""
+    """Write a split with the sha256 of its content; `source` says which dataset it divides. Replaces
+    atomically.
+    """
     body = {"source": source, "episodes": {name: list(episodes) for name, episodes in split.items()}}
     temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
     temporary.write_text(json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n")
@@ -197,7 +217,7 @@ def save_split(path: Path, split: Mapping[str, Sequence[int]], source: str = "")
 
 
 def load_split(path: Path) -> dict[str, list[int]]:
-    """Read what `save_split` wrote. Raises SimForcingError if it is missing, was edited, or shares episodes."""
+    """Read what `save_split` wrote. Raises SimForcingError if missing, edited, or if parts share episodes."""
     try:
         stored = json.loads(path.read_text())
         split = {str(name): [int(i) for i in episodes] for name, episodes in stored["episodes"].items()}

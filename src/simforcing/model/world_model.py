@@ -8,13 +8,13 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from huggingface_hub import ModelHubMixin
 from jaxtyping import Bool, Float, Float32
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,15 +24,13 @@ from simforcing.errors import SimForcingError
 from simforcing.model.experts import ActionExpert, ExpertConfig, VideoExpert, frame_rope, index_rope
 from simforcing.model.flow import Flow
 from simforcing.model.mixture import Condition, action_keys_values, denoise
+from simforcing.model.preparation import Preparation
 from simforcing.model.sim_condition import SimCondition
 
 
 @dataclass(frozen=True)
 class WorldModelConfig:
-    """Everything that is needed to build the model and to use it as it was trained.
-
-    `metadata` holds what is not the network's: codec, text encoder, clip rule, action convention, prompts, training.
-    """
+    """Sizes and choices of the network; what prepares its inputs is in `Preparation`."""
 
     video: ExpertConfig
     action: ExpertConfig
@@ -43,7 +41,6 @@ class WorldModelConfig:
     action_positions: Literal["index", "frame"] = "index"
     sim_condition: bool = True
     flow: Flow = Flow()
-    metadata: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -56,14 +53,15 @@ class WorldModelConfig:
         return cls(**values | {"patch": tuple(data.get("patch", cls.patch))})
 
 
-class WorldModel(nn.Module, ModelHubMixin, library_name="simforcing", tags=["world-model", "robotics"]):
+class WorldModel(nn.Module):
     """A video expert and an action expert in joint attention, with simulation latents as an optional condition.
 
     SimForcing, sections on the mixture of transformers and on simulation conditioning.
     """
 
-    def __init__(self, config: WorldModelConfig) -> None:
+    def __init__(self, config: WorldModelConfig, preparation: Preparation | None = None) -> None:
         super().__init__()
+        self.preparation = preparation
         if config.video.attention_dim != config.action.attention_dim or config.video.num_layers != config.action.num_layers:
             raise SimForcingError("the experts attend jointly: layers, heads and head width must be the same in both")
         self.config = config
@@ -152,40 +150,68 @@ class WorldModel(nn.Module, ModelHubMixin, library_name="simforcing", tags=["wor
             if name.startswith("action.head.") or (tail != name and not tail.startswith(used)):
                 yield name, parameter
 
+    def with_sim_condition(self) -> "WorldModel":
+        """A copy that can be conditioned on simulation: the same weights, and projections that start at zero."""
+        grown = WorldModel(dataclasses.replace(self.config, sim_condition=True), self.preparation)
+        state = grown.state_dict() | {k: v.clone() for k, v in self.state_dict().items()}
+        load_strictly(grown, state, "the model to grow")
+        return grown
+
     # -- saving and loading -----------------------------------------------------------------------------------------
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:  # type: ignore[override]
+    def save_pretrained(self, directory: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` to a temporary directory and renames it.
 
         Raises:
             SimForcingError: the directory exists and is not empty.
         """
-        out = Path(save_directory)
+        out = Path(directory)
         if out.exists() and any(out.iterdir()):
             raise SimForcingError(f"{out} is not empty; choose another directory, nothing was written")
         partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
         partial.mkdir(parents=True)
         try:
-            self._save_pretrained(partial)
+            self._write(partial)
             if out.exists():
                 out.rmdir()
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return None
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        (save_directory / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, save_directory / "model.safetensors")
+    def _write(self, directory: Path) -> None:
+        description: dict[str, Any] = {"model": dataclasses.asdict(self.config), "preparation": None}
+        if self.preparation is not None:
+            description["preparation"], stats = self.preparation.to_dict()
+            (directory / "stats.json").write_text(json.dumps(stats, indent=2) + "\n")
+        (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, directory / "model.safetensors")
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool, token: Any, **_: Any) -> "WorldModel":  # type: ignore[override]
-        root = Path(model_id)
-        if not root.is_dir():
-            from huggingface_hub import snapshot_download
+    def from_pretrained(cls, source: str | Path, revision: str | None = None) -> "WorldModel":
+        """Loads a directory, or a repository of the hub, strictly.
 
-            root = Path(snapshot_download(model_id, revision=revision, cache_dir=cache_dir, force_download=force_download, local_files_only=local_files_only, token=token))
-        return load_world_model(root)
+        Raises:
+            SimForcingError: there is no model at `source`, or it does not fit.
+        """
+        if Path(source).is_dir():
+            return load_world_model(Path(source))
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            return load_world_model(Path(snapshot_download(str(source), revision=revision)))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise SimForcingError(f"no model at {source}: not a directory, and not to be had from the hub") from error
+
+    def push_to_hub(self, repository: str, private: bool = False) -> str:
+        """Uploads the model directory to the hub (with the user's stored token); returns its address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            self._write(Path(scratch))
+            return str(api.upload_folder(repo_id=repository, folder_path=scratch))
 
 
 def load_world_model(root: Path) -> WorldModel:
@@ -198,12 +224,16 @@ def load_world_model(root: Path) -> WorldModel:
         if not (root / name).is_file():
             raise SimForcingError(f"{root} is not a model directory: {name} is missing")
     try:
-        config = WorldModelConfig.from_dict(json.loads((root / "config.json").read_text()))
+        description = json.loads((root / "config.json").read_text())
+        config = WorldModelConfig.from_dict(description["model"])
+        preparation = None
+        if description["preparation"] is not None:
+            preparation = Preparation.from_dict(description["preparation"], json.loads((root / "stats.json").read_text()))
         state = load_file(root / "model.safetensors")
-    except (json.JSONDecodeError, TypeError, SafetensorError) as error:
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
     with torch.device("meta"):
-        model = WorldModel(config)
+        model = WorldModel(config, preparation)
     load_strictly(model, state, str(root))
     return model.float()
 
@@ -221,4 +251,4 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> No
     problems = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes)) if names]
     if problems:
         raise SimForcingError(f"{source} does not fit the model; {'; '.join(problems)}")
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=any(p.is_meta for p in model.parameters()))

@@ -35,7 +35,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is given besides the first frame: normalised actions and proprioception, and text."""
+    """What the model is given besides the first frame: normalised actions and proprioception, and text of the domain."""
 
     action: Float[Tensor, "B A a"]
     proprio: Float[Tensor, "B p"]
@@ -108,6 +108,7 @@ def two_stages(
     first_real: Float[Tensor, "B C 1 H W"],
     first_sim: Float[Tensor, "B C 1 H W"] | None,
     inputs: Inputs,
+    sim_inputs: Inputs,
     noise: Latents,
     sim_steps: int = 1,
     real_steps: int = 10,
@@ -119,5 +120,5 @@ def two_stages(
     if guidance.w != 0:
         if first_sim is None:
             raise SimForcingError("w > 0 needs the simulated first frame; give one, or w = 0")
-        sim = sample(sim_model or model, first_sim, inputs, noise, sim_steps)
+        sim = sample(sim_model or model, first_sim, sim_inputs, noise, sim_steps)
     return Rollout(sample(model, first_real, inputs, noise, real_steps, sim, guidance), sim)

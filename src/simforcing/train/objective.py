@@ -47,14 +47,26 @@ class ObjectiveConfig:
 
 
 class Batch(NamedTuple):
-    """Clean latents (of one domain, or paired), normalised actions and proprioception, text."""
+    """Clean latents (of one domain, or paired), normalised actions and proprioception, text of the domain."""
 
     latents: Latents
     action: Float[Tensor, "B A a"]
     proprio: Float[Tensor, "B p"]
     text: Float[Tensor, "B L X"]
     text_mask: Bool[Tensor, "B L"]
-    sim_latents: Latents | None = None  # the paired simulation
+    sim_latents: Latents | None = None  # the paired simulation, and the same instructions in its prompt
+    sim_text: Float[Tensor, "B L X"] | None = None
+    sim_text_mask: Bool[Tensor, "B L"] | None = None
+
+    def simulated(self) -> "Batch":
+        """The simulated side of a paired batch.
+
+        Raises:
+            SimForcingError: the batch is not paired.
+        """
+        if self.sim_latents is None or self.sim_text is None or self.sim_text_mask is None:
+            raise SimForcingError("a student needs paired simulation latents; this batch has none")
+        return Batch(self.sim_latents, self.action, self.proprio, self.sim_text, self.sim_text_mask)
 
 
 class Draws(NamedTuple):
@@ -120,29 +132,26 @@ def student_loss(
 ) -> dict[str, Tensor]:
     """Joint flow matching on pairs with motion distillation.
 
-    Both branches run as one batch and share the action expert's work. The teacher has weights of its own for all
-    that it uses, its proprioception encoder included.
+    Both branches run as one batch, each under its domain's prompt. The teacher has weights of its own for all that it
+    uses, its proprioception encoder included, and sees the prompt that it was trained with.
 
     Terms: `flow_real`, `flow_syn`, `motion_real`, `motion_syn` (weighted by noise level), `total`.
     """
-    if batch.sim_latents is None:
-        raise SimForcingError("a student needs paired simulation latents; this batch has none")
-    real, syn = batch.latents, batch.sim_latents
+    simulated = batch.simulated()
+    real, syn = batch.latents, simulated.latents
     sigma = draws.timestep / model.flow.train_steps
     weight = model.flow.weight(draws.timestep)
     x_real, x_syn = (noisy(z, draws, model.flow.train_steps) for z in (real, syn))
     with torch.no_grad():
-        v_teacher = teacher.denoise(x_syn, draws.timestep, _condition(teacher, batch))
+        v_teacher = teacher.denoise(x_syn, draws.timestep, _condition(teacher, simulated))
         known = syn if config.clean_first_frame else None
         target = motion(x_syn, v_teacher, sigma, known)
 
     shape = (-1, 1, 1, 1, 1)
     reference = draws.keep.view(shape) * syn + draws.spread.view(shape) * draws.corruption
-    condition = _condition(model, batch).repeat(2)
+    pairs = Batch(*(torch.cat([a, b]) for a, b in zip(batch[:5], simulated[:5], strict=True)))
     gates = torch.cat([draws.gate, torch.zeros_like(draws.gate)])
-    condition = Condition(
-        condition.text, condition.text_mask, condition.action, model.sim_residuals(reference.repeat(2, 1, 1, 1, 1), gates)
-    )
+    condition = _condition(model, pairs, reference.repeat(2, 1, 1, 1, 1), gates)
     both = model.denoise(torch.cat([x_real, x_syn]), draws.timestep.repeat(2), condition)
     terms: dict[str, Tensor] = {}
     for name, x, clean, velocity in zip(("real", "syn"), (x_real, x_syn), (real, syn), both.chunk(2), strict=True):
@@ -154,8 +163,10 @@ def student_loss(
     return terms | {"total": config.video_weight * flow + config.motion_weight * moved}
 
 
-def _condition(model: WorldModel, batch: Batch) -> Condition:
+def _condition(
+    model: WorldModel, batch: Batch, sim_latents: Latents | None = None, gate: Float[Tensor, " B"] | None = None
+) -> Condition:
     context, mask = model.context(batch.text, batch.text_mask, batch.proprio)
-    return model.condition(batch.action, context, mask, batch.latents.shape[2])
+    return model.condition(batch.action, context, mask, batch.latents.shape[2], sim_latents, gate)
 
 

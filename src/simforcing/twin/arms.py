@@ -1,12 +1,12 @@
 """Two light arms that ship with the package: true kinematics, simple fat geometry, no meshes.
 
-Joint origins, axes, limits and fixed offsets are those of the makers' robot descriptions (WidowX 250s: Interbotix;
-Panda: Franka Emika). Link shapes are capsules, boxes and cylinders, chosen to be readable in a 64 x 64 picture.
-Lengths in metres, angles in radians, quaternions wxyz, masses from one density.
+Joint origins, axes, limits and fixed offsets are those of the makers' robot descriptions (WidowX 250s:
+Interbotix; Panda: Franka Emika). Link shapes are capsules, boxes and cylinders, chosen to be readable in a
+64 x 64 picture. Lengths in metres, angles in radians, quaternions wxyz, masses from one density.
 
-Names that both arms share: body `base`, site `ee` between the fingertips (WidowX: x points out of the gripper; Panda:
-z points out of the gripper; y is the direction in which the fingers move), materials `shell`, `joint`, `gripper`,
-`finger`, and one position actuator per joint that bears the joint's name.
+Names that both arms share: body `base`, site `ee` between the fingertips (WidowX: x points out of the
+gripper; Panda: z points out of the gripper; y is the direction in which the fingers move), materials
+`shell`, `joint`, `gripper`, `finger`, and one position actuator per joint that bears the joint's name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ import mujoco
 import numpy as np
 
 MATERIALS: tuple[str, ...] = ("shell", "joint", "gripper", "finger")
+ROLL = 3.141582653589793  # the WidowX 250s stops its roll joints just short of half a turn
 DENSITY = 500.0  # kg/m^3 of every link shape: arms of 2 to 8 kg
 _PALETTE: Mapping[str, tuple[float, float, float]] = {
     "shell": (0.62, 0.64, 0.67),
@@ -28,7 +29,7 @@ _PALETTE: Mapping[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True)
 class Gains:
-    """Position actuator: torque `kp * (target - q) - kv * qvel`, clipped to `force` (N m, or N for fingers)."""
+    """Position actuator: torque `kp * (target - q) - kv * qvel`, at most `force` (N m; N for fingers)."""
 
     kp: float
     kv: float
@@ -112,7 +113,13 @@ class _Builder:
         self._geom(body, material, mujoco.mjtGeom.mjGEOM_BOX, size=half, pos=centre, touches=touches)
 
     def _geom(
-        self, body: mujoco.MjsBody, material: str, kind: mujoco.mjtGeom, *, touches: bool = False, **shape: Any
+        self,
+        body: mujoco.MjsBody,
+        material: str,
+        kind: mujoco.mjtGeom,
+        *,
+        touches: bool = False,
+        **shape: Any,
     ) -> None:
         contact: dict[str, Any] = {"contype": 0, "conaffinity": 0}
         if touches:
@@ -121,14 +128,20 @@ class _Builder:
 
 
 def widowx250s() -> mujoco.MjSpec:
-    """WidowX 250s: six revolute joints, two finger slides (`left_finger`, `right_finger`, 0.015 to 0.037 m)."""
+    """WidowX 250s: six revolute joints, two finger slides (`left_finger`, `right_finger`: 15 to 37 mm)."""
     b = _Builder("widowx250s")
     strong, wrist, finger = Gains(220.0, 12.0, 60.0), Gains(60.0, 3.0, 20.0), Gains(900.0, 25.0, 14.0)
     b.cylinder(b.base, "gripper", (0, 0, 0), (0, 0, 0.03), 0.075)
     b.cylinder(b.base, "joint", (0, 0, 0.03), (0, 0, 0.072), 0.048)
 
     shoulder = b.link(
-        b.base, "shoulder_link", (0, 0, 0.072), joint="waist", axis=(0, 0, 1), limits=(-np.pi, np.pi), gains=strong
+        b.base,
+        "shoulder_link",
+        (0, 0, 0.072),
+        joint="waist",
+        axis=(0, 0, 1),
+        limits=(-np.pi, np.pi),
+        gains=strong,
     )
     b.cylinder(shoulder, "shell", (0, 0, 0), (0, 0, 0.03), 0.046)
     b.cylinder(shoulder, "joint", (0, -0.052, 0.03865), (0, 0.052, 0.03865), 0.037)
@@ -163,7 +176,7 @@ def widowx250s() -> mujoco.MjSpec:
         (0.175, 0, 0),
         joint="forearm_roll",
         axis=(1, 0, 0),
-        limits=(-np.pi, np.pi),
+        limits=(-ROLL, ROLL),
         gains=wrist,
     )
     b.cylinder(lower, "joint", (-0.006, 0, 0), (0.014, 0, 0), 0.030)
@@ -187,12 +200,14 @@ def widowx250s() -> mujoco.MjSpec:
         (0.065, 0, 0),
         joint="wrist_rotate",
         axis=(1, 0, 0),
-        limits=(-np.pi, np.pi),
+        limits=(-ROLL, ROLL),
         gains=wrist,
     )
     b.cylinder(hand, "joint", (-0.012, 0, 0), (0.012, 0, 0), 0.026)
     b.box(hand, "gripper", (0.032, 0, 0), (0.020, 0.048, 0.021), touches=True)
-    b.spec.body("gripper_link").add_site(name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0])
+    b.spec.body("gripper_link").add_site(
+        name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4
+    )
 
     for side, sign in (("left", 1.0), ("right", -1.0)):
         body = b.link(
@@ -205,7 +220,7 @@ def widowx250s() -> mujoco.MjSpec:
             gains=finger,
             slide=True,
         )
-        b.box(body, "finger", (0.014, -sign * 0.007, 0), (0.031, 0.006, 0.012), touches=True)
+        b.box(body, "finger", (0.014, -sign * 0.005, 0), (0.031, 0.006, 0.012), touches=True)
     return b.spec
 
 
@@ -237,7 +252,7 @@ def panda() -> mujoco.MjSpec:
     hand_quat = (float(np.cos(-np.pi / 8)), 0.0, 0.0, float(np.sin(-np.pi / 8)))
     hand = b.link(links[7], "hand", (0, 0, 0.107), quat=hand_quat)
     b.box(hand, "gripper", (0, 0, 0.035), (0.030, 0.105, 0.032), touches=True)
-    hand.add_site(name="ee", pos=(0, 0, 0.1034), size=[0.004, 0, 0])
+    hand.add_site(name="ee", pos=(0, 0, 0.1034), size=[0.004, 0, 0], group=4)
     for number, sign in ((1, 1.0), (2, -1.0)):
         body = b.link(
             hand,

@@ -1,7 +1,7 @@
-"""A robot arm from any MJCF or URDF: its joint chain, end-effector frame, gripper, forward and inverse kinematics.
+"""A robot arm from any MJCF or URDF: joints, end-effector frame, gripper, forward and inverse kinematics.
 
-Shapes: N frames, n arm joints. Poses are 4x4 float64 homogeneous matrices in the robot's base frame (the body that
-carries the first arm joint). Metres, radians, quaternions wxyz.
+Shapes: N frames, n arm joints. Poses are 4x4 float64 homogeneous matrices in the robot's base frame (the body
+that carries the first arm joint). Metres, radians, quaternions wxyz.
 """
 
 import hashlib
@@ -19,16 +19,17 @@ from simforcing.errors import SimForcingError
 from simforcing.twin.urdf import read_urdf
 
 BUNDLED = ("widowx250s", "panda")
-# Frames whose pose a robot's controller reports, in order of preference. `panda_link8` comes before the hand:
-# it is the frame of DROID's cartesian states (forward kinematics of the recorded joints meets them to 0.001 mm).
+# Frames whose pose a controller reports, in order of preference. `panda_link8` comes before the hand: it is
+# the frame of DROID's cartesian states (forward kinematics of its joints meets them to 0.001 mm, no offset).
 EE_NAMES = (
-    "ee", "panda_link8", "fr3_link8", "ee_gripper_link", "panda_hand_tcp", "panda_hand", "fr3_hand_tcp", "fr3_hand",
-    "tool0", "tcp", "grasp_site", "pinch", "attachment_site", "gripper_site", "gripperframe", "gripper_link",
-    "ee_link", "end_effector", "hand",
+    "ee", "panda_link8", "fr3_link8", "ee_gripper_link", "panda_hand_tcp", "panda_hand", "fr3_hand_tcp",
+    "fr3_hand", "tool0", "tcp", "grasp_site", "pinch", "attachment_site", "gripper_site", "gripperframe",
+    "gripper_link", "ee_link", "end_effector", "hand",
 )  # fmt: skip
 _GRIPPER = re.compile(r"finger|gripper|jaw|knuckle|claw", re.IGNORECASE)
 _HINGE_SLIDE = (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE))
 _UNLIMITED = 2 * np.pi  # range given to a joint without limits
+_TURN_COST = 0.3  # metres that a radian of rotation error weighs in the IK
 LIMIT_MARGIN = 1e-3  # a joint this close to its limit counts as at it (rad or m)
 
 
@@ -37,9 +38,9 @@ class IKResult:
     """A joint path: `q` and, per frame, the pose that it misses by and whether a joint sits at its limit."""
 
     q: Float64[np.ndarray, "N n"]
-    position_error: Float64[np.ndarray, "N"]  # metres
-    rotation_error: Float64[np.ndarray, "N"]  # radians
-    at_limit: Bool[np.ndarray, "N"]
+    position_error: Float64[np.ndarray, " N"]  # metres
+    rotation_error: Float64[np.ndarray, " N"]  # radians
+    at_limit: Bool[np.ndarray, " N"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Finger:
 
 
 def pose_matrix(
-    position: Float64[np.ndarray, "3"], rotation: Float64[np.ndarray, "3 3"]
+    position: Float64[np.ndarray, " 3"], rotation: Float64[np.ndarray, "3 3"]
 ) -> Float64[np.ndarray, "4 4"]:
     """The 4x4 matrix of a position (metres) and a rotation matrix."""
     out = np.eye(4)
@@ -63,8 +64,9 @@ def pose_matrix(
 class Robot:
     """A kinematic robot arm; `Robot.load` makes one.
 
-    Attributes: `name`, `mjspec` (copy it before attaching it to a scene), `model`, `data`, `base_name`, `ee_name`,
-    `joint_names` (arm joints, base to tip), `limits` [n, 2], `home` [n], `fingers`, `sha256` of the model file.
+    Attributes: `name`, `source` (path or bundled name), `sha256` of the model file, `mjspec` (copy it before
+    attaching it to a scene), `model`, `data`, `base_name`, `ee_name`, `joint_names` (base to tip), `limits`
+    [n, 2], `home` [n], `fingers`.
     """
 
     def __init__(
@@ -72,10 +74,13 @@ class Robot:
     ) -> None:
         """Take a robot from a MuJoCo specification; see `load` for the errors."""
         self.name, self.source, self.sha256, self.mjspec = name, source or name, sha256, spec
+        for kind, things in (("body", spec.bodies), ("joint", spec.joints)):  # we refer to them by name
+            for i, thing in enumerate(things):
+                thing.name = thing.name or f"{kind}{i}"
         try:
             self.model = spec.compile()
         except ValueError as error:
-            raise SimForcingError(f"robot {self.source}: {' '.join(str(error).split())}") from error
+            raise SimForcingError(f"robot {self.source}: {_reason(error)}") from error
         self.data = mujoco.MjData(self.model)
         self.ee_name, self._ee_type, self._ee_id = _find_ee(self.model, ee, self.source)
         body = self._ee_id if self._ee_type == "body" else int(self.model.site_bodyid[self._ee_id])
@@ -94,16 +99,17 @@ class Robot:
         self.data.qpos[:] = self._rest
         mujoco.mj_kinematics(self.model, self.data)
         self._base_pose = pose_matrix(self.data.xpos[self._base], self.data.xmat[self._base].reshape(3, 3))
-        self.fingers = _fingers(self.model, self._rest, joints, body)
+        self.fingers = _fingers(self.model, self._rest, joints)
         self._solver: tuple[mink.Configuration, mink.FrameTask, list[mink.Limit]] | None = None
 
     @classmethod
     def load(cls, spec: str | Path, *, ee: str | None = None) -> "Robot":
         """A bundled arm by name (`widowx250s`, `panda`) or the model at a path (`.xml` MJCF, `.urdf`).
 
-        `ee` names the body or site whose pose states and targets give; without it the first of `EE_NAMES` that the
-        model has, else the link that carries the fingers. Raises SimForcingError for an unknown name, a file that
-        is no robot model, missing meshes, a model without movable joints, and an unknown `ee`.
+        `ee` names the body or site whose pose states and targets give; without it the first of `EE_NAMES`
+        that the model has, else the link that carries the fingers. Raises SimForcingError for an unknown
+        name, a file that is no robot model, missing meshes, a model without movable joints, and an unknown
+        `ee`.
         """
         if str(spec) in BUNDLED:
             from simforcing.twin import arms
@@ -114,15 +120,17 @@ class Robot:
         path = Path(spec)
         if not path.is_file():
             raise SimForcingError(
-                f"robot '{spec}': no such file; give the path of an .xml (MJCF) or .urdf, or one of {', '.join(BUNDLED)}"
+                f"robot '{spec}': no such file; give an .xml (MJCF) or .urdf, or one of {', '.join(BUNDLED)}"
             )
         if path.suffix.lower() not in (".xml", ".urdf"):
             raise SimForcingError(f"robot {path}: not a robot model; expected .xml (MJCF) or .urdf")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return cls(_read(path), name=path.stem, ee=ee, source=str(path), sha256=digest)
 
-    def set_joints(self, data: mujoco.MjData, q: Float64[np.ndarray, "n"], opening: float | None = None) -> None:
-        """Write arm joints `q` and the gripper `opening` (0 closed, 1 open) into `data`, and its body poses."""
+    def set_joints(
+        self, data: mujoco.MjData, q: Float64[np.ndarray, " n"], opening: float | None = None
+    ) -> None:
+        """Write arm joints `q`, gripper `opening` (0 closed, 1 open) and body poses into `data`."""
         data.qpos[:] = self._rest
         data.qpos[self._qpos] = q
         if opening is not None:
@@ -130,8 +138,8 @@ class Robot:
                 data.qpos[self.model.joint(joint).qposadr[0]] = value
         mujoco.mj_kinematics(self.model, data)
 
-    def fk(self, q: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "4 4"]:
-        """Pose of the end-effector in the base frame for arm joints `q` (radians, or metres where prismatic)."""
+    def fk(self, q: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, "4 4"]:
+        """Pose of the end-effector in the base frame for arm joints `q` (radians; metres where prismatic)."""
         self.set_joints(self.data, q)
         where = self.data.body(self._ee_id) if self._ee_type == "body" else self.data.site(self._ee_id)
         return np.linalg.solve(self._base_pose, pose_matrix(where.xpos, where.xmat.reshape(3, 3)))
@@ -140,52 +148,80 @@ class Robot:
         """`fk` of every row."""
         return np.stack([self.fk(row) for row in q])
 
+    @property
+    def length(self) -> float:
+        """Length of the arm in metres: from the base from joint to joint to the end-effector."""
+        tip = self._base_pose @ self.fk(self.home)
+        links = [self._base, *(int(self.model.joint(name).bodyid[0]) for name in self.joint_names)]
+        points = [*self.data.xpos[links], tip[:3, 3]]
+        return float(np.linalg.norm(np.diff(points, axis=0), axis=1).sum())
+
+    def frame_poses(self, q: Float64[np.ndarray, " n"]) -> dict[str, Float64[np.ndarray, "4 4"]]:
+        """Pose of every named body and site in the base frame for arm joints `q`."""
+        self.set_joints(self.data, q)
+        model, data = self.model, self.data
+        named = [(model.body(i).name, data.body(i)) for i in range(1, model.nbody)]
+        named += [(model.site(i).name, data.site(i)) for i in range(model.nsite)]
+        return {
+            name: np.linalg.solve(self._base_pose, pose_matrix(frame.xpos, frame.xmat.reshape(3, 3)))
+            for name, frame in named
+            if name
+        }
+
     def finger_positions(self, opening: float) -> dict[str, float]:
-        """Position of every gripper joint for an `opening` in [0, 1], 1 = open (clipped); {} without a gripper."""
+        """Position of every gripper joint for `opening` in [0, 1], 1 = open (clipped); {} without one."""
         part = min(max(float(opening), 0.0), 1.0)
         return {f.joint: f.closed + part * (f.open - f.closed) for f in self.fingers}
 
     def ik(
         self,
         targets: Float64[np.ndarray, "N 4 4"],
-        q0: Float64[np.ndarray, "n"] | None = None,
+        q0: Float64[np.ndarray, " n"] | None = None,
         *,
         position_tolerance: float = 1e-4,
         rotation_tolerance: float = 1e-3,
         iterations: int = 30,
-        restarts: int = 8,
+        restarts: int = 24,
     ) -> IKResult:
         """The joint path that follows `targets` (base frame), each frame warm-started from the one before.
 
-        Starts from `q0`, else `home`. A frame that misses a tolerance (metres, radians) after `iterations` is tried
-        again from `home` and from `restarts` seeded joint vectors, and the best answer is kept: nothing is raised
-        for an unreachable pose, its errors say so. Joint limits always hold. Raises SimForcingError for targets
-        that are not finite [N, 4, 4].
+        Starts from `q0`, else `home`. A frame that misses a tolerance (metres, radians) after `iterations` is
+        tried again from `home` and from `restarts` seeded joint vectors (fewer while frame after frame is
+        missed), and the best answer is kept: nothing is raised for an unreachable pose, its errors say so.
+        Joint limits always hold. Raises SimForcingError for targets that are not finite [N, 4, 4].
         """
         poses = np.asarray(targets, dtype=np.float64)
         if poses.ndim != 3 or poses.shape[1:] != (4, 4) or not np.isfinite(poses).all():
-            raise SimForcingError(f"robot {self.name}: ik needs finite targets [N, 4, 4], got {list(poses.shape)}")
+            raise SimForcingError(
+                f"robot {self.name}: ik needs finite targets [N, 4, 4], not {list(poses.shape)}"
+            )
         tolerance = (position_tolerance, rotation_tolerance)
         q = np.clip(self.home if q0 is None else np.asarray(q0, dtype=np.float64), *self.limits.T)
-        rows, errors = [], []
+        rows: list[Float64[np.ndarray, " n"]] = []
+        errors: list[tuple[float, float]] = []
         for pose in poses:
             best = self._solve(pose, q, tolerance, iterations)
             if not _within(best[1], tolerance):
-                best = self._retry(pose, best, tolerance, iterations, restarts)
+                lost = bool(errors) and not _within(errors[-1], tolerance)
+                best = self._retry(pose, best, tolerance, iterations, restarts // 6 if lost else restarts)
             q = best[0]
             rows.append(q)
             errors.append(best[1])
         path = np.array(rows).reshape(len(poses), len(self.joint_names))
         missed = np.array(errors).reshape(len(poses), 2)
         near = (path <= self.limits[:, 0] + LIMIT_MARGIN) | (path >= self.limits[:, 1] - LIMIT_MARGIN)
-        return IKResult(path, missed[:, 0], missed[:, 1], near.any(axis=1))
+        return IKResult(path, missed[:, 0], missed[:, 1], np.asarray(near.any(axis=1)))
 
     def _solve(
-        self, pose: Float64[np.ndarray, "4 4"], q: Float64[np.ndarray, "n"], tolerance: tuple[float, float], most: int
-    ) -> tuple[Float64[np.ndarray, "n"], tuple[float, float]]:
+        self,
+        pose: Float64[np.ndarray, "4 4"],
+        q: Float64[np.ndarray, " n"],
+        tolerance: tuple[float, float],
+        most: int,
+    ) -> tuple[Float64[np.ndarray, " n"], tuple[float, float]]:
         """Differential IK from `q` to one pose: joints, (position, rotation) error."""
         if self._solver is None:
-            task = mink.FrameTask(self.ee_name, self._ee_type, position_cost=1.0, orientation_cost=0.3)
+            task = mink.FrameTask(self.ee_name, self._ee_type, 1.0, _TURN_COST, lm_damping=0.01)
             self._solver = (mink.Configuration(self.model), task, [mink.ConfigurationLimit(self.model)])
         configuration, task, limits = self._solver
         task.set_target(mink.SE3.from_matrix(self._base_pose @ pose))
@@ -196,7 +232,7 @@ class Robot:
         for step in range(most + 1):
             error = task.compute_error(configuration)
             missed = (float(np.linalg.norm(error[:3])), float(np.linalg.norm(error[3:])))
-            size = missed[0] + 0.3 * missed[1]
+            size = _cost(missed)
             if _within(missed, tolerance) or step == most or (step > 4 and size > 0.999 * before):
                 break
             before = size
@@ -207,22 +243,26 @@ class Robot:
     def _retry(
         self,
         pose: Float64[np.ndarray, "4 4"],
-        best: tuple[Float64[np.ndarray, "n"], tuple[float, float]],
+        best: tuple[Float64[np.ndarray, " n"], tuple[float, float]],
         tolerance: tuple[float, float],
         most: int,
         restarts: int,
-    ) -> tuple[Float64[np.ndarray, "n"], tuple[float, float]]:
+    ) -> tuple[Float64[np.ndarray, " n"], tuple[float, float]]:
         """Other starts for a pose that was missed; the first answer within tolerance, else the one given."""
         random = np.random.default_rng(0)
         low, high = self.limits.T
-        starts = [self.home] + [random.uniform(low, high) for _ in range(restarts)] if restarts else []
+        starts = [self.home, *(random.uniform(low, high) for _ in range(restarts))]
         for start in starts:
             answer = self._solve(pose, start, tolerance, most)
             if _within(answer[1], tolerance):
                 return answer
-            if answer[1][0] + 0.3 * answer[1][1] < 0.9 * (best[1][0] + 0.3 * best[1][1]):
+            if _cost(answer[1]) < 0.9 * _cost(best[1]):
                 best = answer
         return best
+
+
+def _cost(missed: tuple[float, float]) -> float:
+    return missed[0] + _TURN_COST * missed[1]
 
 
 def _within(missed: tuple[float, float], tolerance: tuple[float, float]) -> bool:
@@ -236,7 +276,13 @@ def _read(path: Path) -> mujoco.MjSpec:
     try:
         return mujoco.MjSpec.from_file(str(path))
     except ValueError as error:
-        raise SimForcingError(f"robot {path}: {' '.join(str(error).split())}") from error
+        raise SimForcingError(f"robot {path}: {_reason(error)}") from error
+
+
+def _reason(error: ValueError) -> str:
+    """MuJoCo's complaint in one line, with a remedy where a file is missing."""
+    text = " ".join(str(error).split()).removeprefix("Error: ")
+    return f"{text}; put the file where the model names it" if "opening file" in text else text
 
 
 def _movable(model: mujoco.MjModel, body: int) -> list[int]:
@@ -263,7 +309,7 @@ def _chain(model: mujoco.MjModel, body: int, source: str) -> list[int]:
     for joint in joints:
         if int(model.jnt_type[joint]) not in _HINGE_SLIDE:
             raise SimForcingError(
-                f"robot {source}: joint '{model.joint(joint).name}' is neither hinge nor slide; give a fixed-base arm"
+                f"robot {source}: joint '{model.joint(joint).name}' is no hinge or slide; give an arm"
             )
     return joints
 
@@ -287,23 +333,22 @@ def _find_ee(model: mujoco.MjModel, ee: str | None, source: str) -> tuple[str, s
 
 
 def _last_before_fingers(model: mujoco.MjModel, source: str) -> int:
-    """The body where the chain ends: where joints branch into fingers, before a joint named as a gripper, or the tip."""
+    """The body where the arm ends: where joints branch, before a joint named as a gripper, or at the tip."""
     moving = [b for b in range(1, model.nbody) if _movable(model, b)]
     link = 0
     while True:
         below = [b for b in moving if b != link and link in [0, *_ancestors(model, b)]]
         nearest = [b for b in below if not any(a in below for a in _ancestors(model, b)[:-1])]
-        fingers = [b for b in nearest if any(_GRIPPER.search(model.joint(j).name) for j in _movable(model, b))]
-        if len(nearest) == 1 and not fingers:
+        names = [model.joint(joint).name for body in nearest for joint in _movable(model, body)]
+        if len(nearest) == 1 and not any(_GRIPPER.search(name) for name in names):
             link = nearest[0]
             continue
         if link == 0:
-            raise SimForcingError(f"robot {source}: several arms, or none; name the end-effector frame with ee")
-        carrier = int(model.body_parentid[nearest[0]]) if nearest else link
-        return carrier
+            raise SimForcingError(f"robot {source}: several arms; name the end-effector frame with ee")
+        return int(model.body_parentid[nearest[0]]) if nearest else link
 
 
-def _rest(model: mujoco.MjModel) -> Float64[np.ndarray, "nq"]:
+def _rest(model: mujoco.MjModel) -> Float64[np.ndarray, " nq"]:
     """Joint positions of the model at rest: its keyframe `home`, else the first keyframe, else `qpos0`."""
     names = [model.key(i).name for i in range(model.nkey)]
     if not names:
@@ -312,33 +357,38 @@ def _rest(model: mujoco.MjModel) -> Float64[np.ndarray, "nq"]:
 
 
 def _home(
-    model: mujoco.MjModel, rest: Float64[np.ndarray, "n"], limits: Float64[np.ndarray, "n 2"]
-) -> Float64[np.ndarray, "n"]:
+    model: mujoco.MjModel, rest: Float64[np.ndarray, " n"], limits: Float64[np.ndarray, "n 2"]
+) -> Float64[np.ndarray, " n"]:
     """Arm joints of the rest keyframe, else the middle of the limits."""
-    return np.clip(rest, *limits.T) if model.nkey else limits.mean(axis=1)
+    return np.asarray(np.clip(rest, *limits.T) if model.nkey else limits.mean(axis=1))
 
 
 def _fingers(
-    model: mujoco.MjModel, rest: Float64[np.ndarray, "nq"], chain: Sequence[int], ee_body: int
+    model: mujoco.MjModel, rest: Float64[np.ndarray, " nq"], chain: Sequence[int]
 ) -> tuple[Finger, ...]:
-    """Gripper joints: those below the last arm joint. The open end of each moves its link away from the others."""
+    """Gripper joints, those below the last arm joint; opening one moves its link away from the others."""
     last = int(model.jnt_bodyid[chain[-1]])
     joints = [
         j
         for j in range(model.njnt)
-        if j not in chain and int(model.jnt_type[j]) in _HINGE_SLIDE and last in _ancestors(model, model.jnt_bodyid[j])
+        if j not in chain
+        and int(model.jnt_type[j]) in _HINGE_SLIDE
+        and last in _ancestors(model, int(model.jnt_bodyid[j]))
     ]
     data = mujoco.MjData(model)
     middle = {j: _range(model, j).mean() for j in joints}
 
-    def centre(body: int) -> Float64[np.ndarray, "3"]:
-        geoms = [g for g in range(model.ngeom) if body in _ancestors(model, model.geom_bodyid[g])]
+    def centre(body: int) -> Float64[np.ndarray, " 3"]:
+        geoms = [g for g in range(model.ngeom) if body in _ancestors(model, int(model.geom_bodyid[g]))]
         return data.geom_xpos[geoms].mean(axis=0) if geoms else np.array(data.xipos[body])
 
+    if len(joints) == 1:  # a jaw against a fixed one opens with its angle
+        low, high = (float(end) for end in _range(model, joints[0]))
+        return (Finger(str(model.joint(joints[0]).name), low, high),)
     fingers = []
     for joint in joints:
         body = int(model.jnt_bodyid[joint])
-        others = [int(model.jnt_bodyid[j]) for j in joints if j != joint] or [ee_body]
+        others = [int(model.jnt_bodyid[j]) for j in joints if j != joint]
         apart = []
         for end in _range(model, joint):
             data.qpos[:] = rest
@@ -352,6 +402,6 @@ def _fingers(
     return tuple(fingers)
 
 
-def _range(model: mujoco.MjModel, joint: int) -> Float64[np.ndarray, "2"]:
+def _range(model: mujoco.MjModel, joint: int) -> Float64[np.ndarray, " 2"]:
     limited = bool(model.jnt_limited[joint])
     return np.array(model.jnt_range[joint] if limited else (-_UNLIMITED, _UNLIMITED), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Read a URDF as a MuJoCo specification: one set of meshes a link, found on disk, nothing fused or discarded."""
+"""Read a URDF as a MuJoCo specification: one set of meshes a link, nothing fused or discarded."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -19,7 +19,7 @@ _COMPILER = {
 
 
 def _mesh_path(name: str, folders: list[Path]) -> Path | None:
-    """The file that a URDF mesh name means: relative to the folders, a `package://` name or an absolute path."""
+    """The file that a URDF mesh name means: relative to a folder, a `package://` name, or absolute."""
     plain = name.removeprefix("file://")
     if plain.startswith("package://"):
         plain = plain.removeprefix("package://")
@@ -36,7 +36,7 @@ def _mesh_path(name: str, folders: list[Path]) -> Path | None:
 
 
 def _usable(shapes: list[ET.Element], folders: list[Path]) -> tuple[bool, list[str]]:
-    """Resolve the meshes of `shapes` in place; says whether there is something to draw, and the meshes not read."""
+    """Resolve the meshes of `shapes` in place; is there something to draw, and which are not readable?"""
     missing = []
     for shape in shapes:
         for mesh in shape.iter("mesh"):
@@ -50,7 +50,7 @@ def _usable(shapes: list[ET.Element], folders: list[Path]) -> tuple[bool, list[s
 
 
 def _keep_one_set(link: ET.Element, folders: list[Path]) -> list[str]:
-    """Keep the visual shapes of a link if all can be read, else its collision shapes; returns the missing meshes."""
+    """Keep the visual shapes of a link if all can be read, else its collision shapes; the missing meshes."""
     visual, collision = link.findall("visual"), link.findall("collision")
     seen, missing_visual = _usable(visual, folders)
     solid, missing_solid = (False, []) if seen else _usable(collision, folders)
@@ -63,8 +63,17 @@ def _keep_one_set(link: ET.Element, folders: list[Path]) -> list[str]:
     return [] if keep else missing_visual + missing_solid
 
 
+def _unique_names(root: ET.Element) -> dict[str, str]:
+    """Give every mesh file a name of its own, since MuJoCo tells meshes apart by stem alone; name -> path."""
+    paths = dict.fromkeys(mesh.get("filename", "") for mesh in root.iter("mesh"))
+    names = {path: f"{Path(path).stem}_{i}{Path(path).suffix}" for i, path in enumerate(paths)}
+    for mesh in root.iter("mesh"):
+        mesh.set("filename", names[mesh.get("filename", "")])
+    return {name: path for path, name in names.items()}
+
+
 def _folders(path: Path, root: ET.Element) -> list[Path]:
-    """Where meshes may lie: beside the URDF, in its `meshdir`, and up to four folders above (ROS packages)."""
+    """Where meshes may lie: beside the URDF, in its `meshdir`, up to four folders above (ROS packages)."""
     here = path.resolve().parent
     folders = [here]
     for compiler in root.iter("compiler"):
@@ -92,6 +101,7 @@ def read_urdf(path: Path) -> mujoco.MjSpec:
             f"robot {path}: mesh files missing or not {'/'.join(READABLE)}: {', '.join(missing[:3])}{more}; "
             "put them beside the URDF under these names"
         )
+    files = _unique_names(root)
     for old in root.findall("mujoco"):
         root.remove(old)
     ET.SubElement(ET.SubElement(root, "mujoco"), "compiler", _COMPILER)
@@ -99,6 +109,8 @@ def read_urdf(path: Path) -> mujoco.MjSpec:
         spec = mujoco.MjSpec.from_string(ET.tostring(root, encoding="unicode"))
     except ValueError as error:
         raise SimForcingError(f"robot {path}: {' '.join(str(error).split())}") from error
-    for mesh in spec.meshes:  # scanned shells are often open; a shell always has an inertia
+    for mesh in spec.meshes:
+        mesh.file = files[mesh.file]
+        # scanned links are often open surfaces; as a shell each has an inertia
         mesh.inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
     return spec

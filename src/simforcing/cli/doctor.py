@@ -1,0 +1,150 @@
+"""`simforcing doctor`: can this machine render, train and write videos?"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from simforcing.errors import SimForcingError
+
+_GIB = 2**30
+_RENDER = """
+import simforcing.twin
+import mujoco
+sphere = "<light pos='0 0 3'/><geom type='sphere' size='1' rgba='1 0 0 1'/>"
+model = mujoco.MjModel.from_xml_string(f"<mujoco><worldbody>{sphere}</worldbody></mujoco>")
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+with mujoco.Renderer(model, 48, 64) as renderer:
+    renderer.update_scene(data)
+    centre = renderer.render()[24, 32]
+assert centre[0] > 20 and centre[0] > 2 * int(centre[2]), f"a red sphere came out as {centre}"
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of one check; `detail` says what was found or what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Check Python, torch, off-screen rendering, H.264 encoding and disk space.
+
+    Prints one line a check and exits with 1 when one fails.
+
+    Example:
+      simforcing doctor --path runs
+    """
+
+    path: Path = Path(".")
+    """Where runs will be written."""
+    disk_gib: float = 2.0
+    """Free space wanted there, GiB."""
+
+    def run(self) -> int:
+        """Run every check, print the table, return 0 when all are ok and 1 otherwise."""
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        checks = [check() for check in self.checks()]
+        table = Table(box=None, pad_edge=False)
+        for title in ("check", "", "detail"):
+            table.add_column(title, overflow="fold")
+        for check in checks:
+            table.add_row(check.name, "ok" if check.ok else "[bold red]FAILED[/]", escape(check.detail))
+        Console().print(table)
+        return 0 if all(check.ok for check in checks) else 1
+
+    def checks(self) -> list[Callable[[], Check]]:
+        """The checks in the order of the table."""
+        return [check_python, check_torch, check_rendering, check_video, self.check_disk]
+
+    def check_disk(self) -> Check:
+        """Free space at `path`, or at its nearest existing parent."""
+        place = self.path.resolve()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free / _GIB
+        return Check(
+            "disk", free >= self.disk_gib, f"{free:.1f} GiB free at {place} ({self.disk_gib:g} wanted)"
+        )
+
+
+def check_python() -> Check:
+    """Python 3.11 or newer."""
+    return Check("python", sys.version_info >= (3, 11), f"{sys.version.split()[0]}, {os.cpu_count()} cores")
+
+
+def check_torch() -> Check:
+    """Torch multiplies, and on which devices it could."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("torch", False, f"{error}; install torch first, see constraints.txt")
+    product = float((torch.full((8, 8), 2.0) @ torch.full((8, 8), 3.0)).sum())
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Check("torch", product == 3072.0, f"{torch.__version__}, {', '.join(gpus) or 'CPU only'}")
+
+
+def check_rendering() -> Check:
+    """MuJoCo draws a red sphere off screen, with the renderer of `MUJOCO_GL` or `simforcing.twin`.
+
+    Where that fails, the others are tried, to name one that works. Each attempt is a process of its own,
+    since a failed context can take its process with it.
+    """
+    problem = _draw(os.environ)
+    if problem is None:
+        chosen = os.environ.get("MUJOCO_GL", "chosen automatically")
+        return Check("rendering", True, f"mujoco {importlib.metadata.version('mujoco')}, renderer {chosen}")
+    for renderer in ("egl", "osmesa"):
+        if _draw({**os.environ, "MUJOCO_GL": renderer}) is None:
+            return Check("rendering", False, f"{problem}; MUJOCO_GL={renderer} works, so set it")
+    return Check("rendering", False, f"{problem}; scripts/setup.sh names the system packages")
+
+
+def _draw(environment: Mapping[str, str]) -> str | None:
+    """Why the sphere could not be drawn in `environment`; None if it could."""
+    command = [sys.executable, "-c", _RENDER]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "no picture after 120 s"
+    if done.returncode == 0:
+        return None
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"exit code {done.returncode}"
+
+
+def check_video() -> Check:
+    """Eight frames written as H.264 and read back, as datasets do it."""
+    try:
+        import av
+        import numpy as np
+
+        from simforcing.data.video import VideoFile, VideoWriter
+    except (ImportError, OSError) as error:
+        return Check("video", False, f"{error}; pip install av numpy")
+    ramp = np.linspace(0, 255, 64, dtype=np.uint8)
+    frames = np.broadcast_to(ramp[None, None, :, None], (8, 48, 64, 3)).copy()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.mp4"
+        try:
+            writer = VideoWriter(path, fps=5.0, height=48, width=64)
+            writer.write(frames)
+            writer.close()
+            back = VideoFile(path, 5.0).at([i / 5.0 for i in range(8)])
+        except (av.FFmpegError, ValueError, OSError, SimForcingError) as error:
+            return Check("video", False, f"av {av.__version__}: {error}; install a build of av with libx264")
+    off = float(np.abs(back.astype(np.float64) - frames).mean())
+    return Check("video", off < 8.0, f"av {av.__version__}, H.264, mean error {off:.1f} of 255")

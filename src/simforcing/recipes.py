@@ -1,0 +1,47 @@
+"""Named configurations: sizes of the model, clip rule, codec, text, and how each role is trained."""
+
+from dataclasses import replace
+
+from simforcing.data.episode import nearest
+from simforcing.data.windows import ClipRule
+from simforcing.errors import SimForcingError
+from simforcing.model.experts import ExpertConfig
+from simforcing.train.loop import TrainConfig
+from simforcing.train.recipe import Recipe
+
+_SMALL = {"num_layers": 4, "num_heads": 6, "head_dim": 32, "text_dim": 384, "freq_dim": 64}
+
+_DEMO_RUN = TrainConfig(seconds=180.0, batch_size=16, lr=1.5e-3, sim_lr_scale=3.0)
+
+RECIPES: dict[str, Recipe] = {
+    "demo": Recipe(
+        video=ExpertConfig(dim=192, ffn_dim=576, **_SMALL),
+        action=ExpertConfig(dim=96, ffn_dim=192, **_SMALL),
+        rule=ClipRule(frames=13, stride=1, height=64, width=64),
+        codec="bundled",
+        text="minilm",
+        text_length=32,
+        text_pooling="mean",
+        action_positions="frame",
+        teacher=replace(_DEMO_RUN, lr=2e-3),
+        student=_DEMO_RUN,
+        baseline=_DEMO_RUN,
+        window_every=2,
+        notes=(
+            "64 x 64 pixels, 13 frames, absolute target poses, action positions on the video's time axis and one text "
+            "token: departures from the released setting that let a model follow actions after minutes on a CPU.",
+        ),
+    ),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of this name.
+
+    Raises:
+        SimForcingError: there is none; says which is nearest.
+    """
+    if name not in RECIPES:
+        raise SimForcingError(f"no recipe {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name]
+

@@ -1,0 +1,96 @@
+"""Latents of a dataset's windows, once, to a cache.
+
+Legend: n clips of a shard, T frames, C F h w latents, A actions.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from simforcing.data.cache import read_header, write_cache
+from simforcing.data.episode import REAL, SIM, Dataset
+from simforcing.data.windows import Clip, ClipRule, iter_clips, starts
+from simforcing.errors import SimForcingError
+from simforcing.model.codec import Codec, to_unit
+
+CAMERAS = {"real": REAL, "sim": SIM}
+SHARD = 32
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A hash of what a dataset says about itself: its metadata files and its lengths."""
+    digest = hashlib.sha256()
+    for path in sorted((dataset.root / "meta").rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(dataset.root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict[str, Any]:
+    """The header of a cache: whatever would make its latents others."""
+    codec.latent_shape(rule.frames, rule.height, rule.width)
+    domains = [d for d, key in CAMERAS.items() if key in dataset.cameras]
+    if not domains:
+        known = ", ".join(dataset.cameras)
+        raise SimForcingError(f"{dataset.root} has neither {REAL} nor {SIM} (cameras: {known}); make pairs with 'simforcing twin pair'")
+    return {
+        "codec": codec.identity, "rule": asdict(rule), "every": every, "domains": domains, "source": fingerprint(dataset),
+        "action": asdict(dataset.action_convention) | {"gripper_range": list(dataset.action_convention.gripper_range)},
+    }  # fmt: skip
+
+
+def encode_dataset(
+    dataset: Dataset, out: Path, codec: Codec, rule: ClipRule, every: int = 1, report: Callable[[int, int], None] = lambda i, n: None
+) -> dict[str, Any]:
+    """Encodes every window (`every` rows apart) of every episode; returns the header.
+
+    A complete cache of the same source and settings is kept as it is.
+
+    Raises:
+        SimForcingError: `out` holds something else, or no episode is long enough.
+    """
+    header = describe(dataset, codec, rule, every)
+    if out.exists():
+        found = read_header(out)
+        differs = [k for k, v in header.items() if found.get(k) != v]
+        if differs:
+            raise SimForcingError(f"{out} was encoded with another {', '.join(differs)}; choose another directory")
+        return found
+    total = sum(len(starts(n, rule, every)) for n in dataset.lengths)
+    if total == 0:
+        raise SimForcingError(f"{dataset.root}: no episode has the {rule.steps} rows of a window; use a shorter clip rule")
+    tasks: list[str] = sorted({dataset[i].task for i in range(len(dataset))})
+    full = header | {"tasks": tasks, "clips": total}
+    clips = iter_clips(dataset, rule, [CAMERAS[d] for d in header["domains"]], every)
+    write_cache(out, full, _shards(clips, codec, header["domains"], tasks, total, report))
+    return full
+
+
+def _shards(
+    clips: Iterable[Clip], codec: Codec, domains: list[str], tasks: list[str], total: int, report: Callable[[int, int], None]
+) -> Iterator[dict[str, np.ndarray]]:
+    stream, done = iter(clips), 0
+    while batch := list(islice(stream, SHARD)):
+        shard: dict[str, np.ndarray] = {
+            "action": np.stack([c.action for c in batch]),
+            "proprio": np.stack([c.proprio for c in batch]),
+            "episode": np.array([c.episode for c in batch], np.int32),
+            "start": np.array([c.start for c in batch], np.int32),
+            "task": np.array([tasks.index(c.task) for c in batch], np.int32),
+        }
+        for domain in domains:
+            frames = torch.from_numpy(np.stack([c.frames[CAMERAS[domain]] for c in batch]))
+            with torch.inference_mode():
+                shard[domain] = codec.encode(to_unit(frames)).half().numpy()
+        done += len(batch)
+        report(done, total)
+        yield shard
+
+
