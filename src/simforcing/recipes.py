@@ -33,6 +33,11 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
 }
+RECIPES["tiny"] = replace(
+    RECIPES["demo"],
+    text="hashed-words",
+    notes=(*RECIPES["demo"].notes, "For your own robot on a CPU: words are hashed, so that any instruction works without a text model."),
+)
 
 
 def recipe(name: str) -> Recipe:
@@ -44,4 +49,3 @@ def recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise SimForcingError(f"no recipe {name!r}; {nearest(name, RECIPES)}")
     return RECIPES[name]
-

@@ -196,6 +196,15 @@ def test_bad_parts_are_named(report_data):
         ReportData("t", horizon=[HorizonCurve("y", [])])
 
 
+@pytest.mark.parametrize(("hero_clips", "shown"), [(0, []), (1, ["one"]), (3, ["one", "two"])])
+def test_the_hero_shows_the_first_clips_that_fit_each_other(hero_clips, shown, tmp_path):
+    video = np.zeros((4, 16, 16, 3), dtype=np.uint8)
+    clips = [Clip("one", {"real": video}), Clip("two", {"real": video}), Clip("three", {"real": video[:3]})]
+    page = Page(write_report(tmp_path, ReportData("t", clips=clips, hero_clips=hero_clips)).read_text())
+    labels = [attrs["aria-label"] for attrs in page.all("video")]
+    assert labels == [f"{' / '.join(shown)}: real"] * bool(shown) + ["one: real", "two: real", "three: real"]
+
+
 def test_clips_of_unequal_size_are_refused(tmp_path):
     video = np.zeros((4, 16, 16, 3), dtype=np.uint8)
     with pytest.raises(SimForcingError, match="'real' and 'student' differ in shape"):

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -40,6 +41,13 @@ def test_the_interval_decides(numbers, outcome, text):
 def test_more_sharpness_is_no_win():
     assert v.verdict(difference(0.2, 0.1, 0.3, "sharpness")).outcome == "neutral"
     assert "is less sharp than" in str(v.verdict(difference(-0.2, -0.3, -0.1, "sharpness")))
+
+
+def test_where_less_is_better_the_smaller_one_wins(monkeypatch):
+    less = dataclasses.replace(v.METRICS["psnr"], better=-1)
+    monkeypatch.setitem(v.METRICS, "psnr", less)
+    assert v.verdict(difference(-0.2, -0.3, -0.1)).outcome == "yes"
+    assert v.verdict(difference(0.2, 0.1, 0.3)).outcome == "no"
 
 
 def test_metrics_of_one_pair_are_gathered_under_the_first():

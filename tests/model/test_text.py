@@ -46,7 +46,7 @@ def test_every_task_of_the_bundled_world_is_cached() -> None:
     from simforcing.twin.script import draw_plan
 
     rng = np.random.default_rng(7)
-    tasks = {draw_plan(rng, chosen, 29).task for chosen in SETTINGS.values() for _ in range(150)}
+    tasks = {draw_plan(rng, chosen, 29).task for chosen in SETTINGS.values() for _ in range(80)}
     assert len(tasks) > 15
     encoder = MiniLM()
     missing = [
@@ -94,7 +94,7 @@ def test_hashed_words_are_fixed_directions() -> None:
     )
     assert context.shape == (3, 4, 384) and mask.sum(1).tolist() == [3, 3, 1]
     np.testing.assert_allclose(context[0, 0, :3].numpy(), [0.4586, 0.3817, 0.5959], atol=1e-4)
-    torch.testing.assert_close(context[mask].norm(dim=-1), torch.full((7,), 8.0))
+    np.testing.assert_allclose(context[mask].norm(dim=-1).numpy(), np.full(7, 8.0), rtol=1e-5)
     assert torch.equal(context[0, :3].flip(0), context[1, :3])
     assert abs(float(context[0, 0] @ context[2, 0])) / 64 < 0.2
     assert context[2, 1:].abs().sum() == 0

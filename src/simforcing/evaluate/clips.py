@@ -32,7 +32,10 @@ class EvaluationClips:
 
     def begin(self, seed: int = 0) -> Start:
         """What a model is given."""
-        noise = [int(np.random.SeedSequence([seed, e, s]).generate_state(1)[0]) for e, s in zip(self.episode, self.start, strict=True)]
+        noise = [
+            int(np.random.SeedSequence([seed, e, s]).generate_state(1)[0])
+            for e, s in zip(self.episode, self.start, strict=True)
+        ]
         return Start(self.real[:, 0], self.action, self.proprio, self.tasks, self.sim[:, 0], noise)
 
     def others(self) -> Int64[np.ndarray, " N"]:
@@ -48,7 +51,9 @@ class EvaluationClips:
         return [(int(e), int(s)) for e, s in zip(self.episode, self.start, strict=True)]
 
 
-def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_episode: int = 1) -> EvaluationClips:
+def evaluation_clips(
+    dataset: Dataset, rule: ClipRule, episodes: list[int], per_episode: int = 1
+) -> EvaluationClips:
     """`per_episode` windows of each episode, evenly placed.
 
     Raises:
@@ -56,7 +61,9 @@ def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_
     """
     for key in (REAL, SIM):
         if key not in dataset.cameras:
-            raise SimForcingError(f"{dataset.root} has no {key}; evaluation needs a paired dataset (simforcing twin pair)")
+            raise SimForcingError(
+                f"{dataset.root} has no {key}; evaluation needs a paired dataset (simforcing twin pair)"
+            )
     clips = []
     for index in episodes:
         possible = starts(dataset.lengths[index], rule)
@@ -65,7 +72,9 @@ def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_
             episode = dataset[index]
             clips += [load_clip(episode, possible[i], rule, (REAL, SIM)) for i in chosen]
     if not clips:
-        raise SimForcingError(f"{dataset.root}: none of the episodes {episodes[:8]} has the {rule.steps} rows of a window")
+        raise SimForcingError(
+            f"{dataset.root}: none of the episodes {episodes[:8]} has the {rule.steps} rows of a window"
+        )
     return EvaluationClips(
         real=np.stack([c.frames[REAL] for c in clips]),
         sim=np.stack([c.frames[SIM] for c in clips]),

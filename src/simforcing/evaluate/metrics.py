@@ -134,7 +134,8 @@ class _Score(Interface):
 class Metric:
     """A metric and how to write it: name, unit, digits after the point, and which way is better.
 
-    ``better`` is +1 where more is better, 0 where the aim is a value in between (sharpness: 1).
+    ``better`` is +1 where more is better, -1 where less is, 0 where the aim is a value in between
+    (sharpness: 1).
     """
 
     key: str

@@ -99,7 +99,7 @@ def save_png(picture: Picture, path: str | Path) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    Image.fromarray(picture).save(partial, format="PNG")
+    Image.fromarray(picture).save(partial, format="PNG", compress_level=4)
     os.replace(partial, target)
     return target
 

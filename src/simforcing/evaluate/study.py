@@ -122,8 +122,14 @@ def choose(study: Study, grid: Grid = Grid(), report: Report = lambda line: None
         return psnr
 
     steps = {}
-    for name, model in (("scratch", study.models.scratch), ("finetuned", study.models.finetuned), ("student", study.models.student)):
-        steps[name] = max(grid.real_steps, key=lambda n, m=model, k=name: value(k, study.plain(m, n), real_steps=n))
+    for name, model in (
+        ("scratch", study.models.scratch),
+        ("finetuned", study.models.finetuned),
+        ("student", study.models.student),
+    ):
+        steps[name] = max(
+            grid.real_steps, key=lambda n, m=model, k=name: value(k, study.plain(m, n), real_steps=n)
+        )
     settings, values = {}, {}
     for source in SOURCES:
         best: tuple[float, Setting] | None = None
@@ -152,10 +158,19 @@ def student_name(source: str | None, w: float) -> str:
 
 def source_name(source: str) -> str:
     """Where the simulation comes from, in words."""
-    return {"student": "simulation by the student", "teacher": "simulation by the teacher", "rendered": "rendered simulation"}[source]
+    return {
+        "student": "simulation by the student",
+        "teacher": "simulation by the teacher",
+        "rendered": "rendered simulation",
+    }[source]
 
 
-def run(study: Study, choice: Choice, weights: tuple[float, ...] = (0.3, 0.6, 1.0), report: Report = lambda line: None) -> str:
+def run(
+    study: Study,
+    choice: Choice,
+    weights: tuple[float, ...] = (0.3, 0.6, 1.0),
+    report: Report = lambda line: None,
+) -> str:
     """All rows on the study's (test) clips, once; returns the name of the headline row."""
     clips, models = study.clips, study.models
     study.add(ROWS["copy"], np.repeat(clips.real[:, :1], clips.real.shape[1], axis=1))
@@ -169,7 +184,10 @@ def run(study: Study, choice: Choice, weights: tuple[float, ...] = (0.3, 0.6, 1.
         chosen = choice.student[source]
         for w in sorted({*weights, chosen.w}):
             report(student_name(source, w))
-            study.add(student_name(source, w), study.predict(Setting(source, w, chosen.sim_steps, chosen.real_steps)))
+            study.add(
+                student_name(source, w),
+                study.predict(Setting(source, w, chosen.sim_steps, chosen.real_steps)),
+            )
     return student_name(choice.best, choice.student[choice.best].w)
 
 
@@ -191,7 +209,11 @@ def differences(study: Study, headline: str, extra: tuple[str, ...] = ()) -> lis
                 continue
             for metric in ("psnr_moving", "psnr", "ssim"):
                 a, b = study.scores[name][metric], study.scores[other][metric]
-                result.append(paired_difference(a, b, name_a=name, name_b=other, metric=metric, clusters=study.clips.episode))
+                result.append(
+                    paired_difference(
+                        a, b, name_a=name, name_b=other, metric=metric, clusters=study.clips.episode
+                    )
+                )
     return result
 
 
@@ -214,7 +236,12 @@ def action_ratios(study: Study, choice: Choice) -> dict[str, Interval]:
 
     return {
         "teacher": ratio("sim", lambda s: models.teacher.simulation(s, 4)),
-        "student": ratio("real", lambda s: models.student.real(s, setting.real_steps, source.simulation(s, setting.sim_steps), Guidance(setting.w))),
+        "student": ratio(
+            "real",
+            lambda s: models.student.real(
+                s, setting.real_steps, source.simulation(s, setting.sim_steps), Guidance(setting.w)
+            ),
+        ),
         "student, w = 0": ratio("real", lambda s: models.student.real(s, choice.steps["student"])),
         ROWS["finetuned"]: ratio("real", lambda s: models.finetuned.real(s, choice.steps["finetuned"])),
         ROWS["scratch"]: ratio("real", lambda s: models.scratch.real(s, choice.steps["scratch"])),

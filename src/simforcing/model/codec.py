@@ -6,6 +6,7 @@ Two codecs with one interface: the causal VAE of Wan2.2-TI2V-5B (diffusers), and
 Both are causal with a temporal stride of 4 and encode the first frame alone.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
@@ -178,9 +179,12 @@ class TinyCodec(Codec):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Sizes, and a fingerprint of the encoder's weights."""
-        total = sum(float(p.double().abs().sum()) for p in (self.basis, self.mean, self.scale, *self.encoder.parameters()))
-        return {"codec": "tiny", **json.loads(json.dumps(asdict(self.config))), "fingerprint": f"{total:.6e}"}
+        """Sizes, and a fingerprint of all weights that latents depend on, as `save` rounds them."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.state_dict().items()):
+            if not name.startswith("decoder."):
+                digest.update(name.encode() + value.half().cpu().contiguous().numpy().tobytes())
+        return {"codec": "tiny", **json.loads(json.dumps(asdict(self.config))), "fingerprint": digest.hexdigest()[:16]}
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, half precision, sizes in its header."""

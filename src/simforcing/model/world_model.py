@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -252,3 +253,21 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> No
     if problems:
         raise SimForcingError(f"{source} does not fit the model; {'; '.join(problems)}")
     model.load_state_dict(state, assign=any(p.is_meta for p in model.parameters()))
+
+
+def _asset(name: str) -> Path:
+    path = Path(str(files("simforcing") / "assets" / name))
+    if not path.is_dir():
+        raise SimForcingError(f"this installation does not ship {name}; give a model directory")
+    return path
+
+
+def bundled_teacher() -> Path:
+    """Directory of the teacher that ships with the package."""
+    return _asset("teacher")
+
+
+def open_model(source: str | Path) -> WorldModel:
+    """`bundled-teacher`, `bundled-student`, a directory or a repository of the hub."""
+    names = {"bundled-teacher": "teacher", "bundled-student": "student"}
+    return WorldModel.from_pretrained(_asset(names[str(source)]) if str(source) in names else source)

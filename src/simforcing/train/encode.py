@@ -3,7 +3,6 @@
 Legend: n clips of a shard, T frames, C F h w latents, A actions.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from simforcing.data.cache import read_header, write_cache
+from simforcing.data.cache import read_header, source_hash, write_cache
 from simforcing.data.episode import REAL, SIM, Dataset
 from simforcing.data.windows import Clip, ClipRule, iter_clips, starts
 from simforcing.errors import SimForcingError
@@ -21,16 +20,6 @@ from simforcing.model.codec import Codec, to_unit
 
 CAMERAS = {"real": REAL, "sim": SIM}
 SHARD = 32
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A hash of what a dataset says about itself: its metadata files and its lengths."""
-    digest = hashlib.sha256()
-    for path in sorted((dataset.root / "meta").rglob("*")):
-        if path.is_file():
-            digest.update(path.relative_to(dataset.root).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict[str, Any]:
@@ -41,8 +30,8 @@ def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict
         known = ", ".join(dataset.cameras)
         raise SimForcingError(f"{dataset.root} has neither {REAL} nor {SIM} (cameras: {known}); make pairs with 'simforcing twin pair'")
     return {
-        "codec": codec.identity, "rule": asdict(rule), "every": every, "domains": domains, "source": fingerprint(dataset),
-        "action": asdict(dataset.action_convention) | {"gripper_range": list(dataset.action_convention.gripper_range)},
+        "codec": codec.identity, "rule": asdict(rule), "every": every, "domains": domains, "source": source_hash(dataset.root),
+        "action": dataset.action_convention.to_dict(),
     }  # fmt: skip
 
 

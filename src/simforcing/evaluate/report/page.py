@@ -1,5 +1,4 @@
-"""Writes the report: one HTML file with its videos and plots inside, which opens anywhere and asks for
-nothing."""
+"""Writes the report: one HTML file with its videos and plots inside, which opens anywhere."""
 
 import base64
 import io
@@ -7,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from simforcing.evaluate.metrics import METRICS
 from simforcing.evaluate.report import plots, wording
 from simforcing.evaluate.report.data import Clip, ReportData, Row
 
-ERROR_LABEL = "error"
 STRIPS = 3
 """Clips whose frames are also shown as a still strip."""
 HOLD = 3
@@ -98,7 +96,6 @@ def _context(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -
         "show_w": any(row.w is not None for row in results.rows),
         "undefined": _undefined(results.rows),
         "hero": _hero(results, clips),
-        "hero_title": " / ".join(clip.name for clip in results.clips[: len(_hero_clips(results, clips))]),
         "viewers": [
             (clip.name, _viewer([videos], results.fps, f"{clip.name}: {', '.join(videos)}"))
             for clip, videos in zip(results.clips, clips, strict=True)
@@ -113,18 +110,18 @@ def _context(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -
     }
 
 
-def _hero(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -> Viewer | None:
-    """The first clips under each other, where they share their sources."""
-    shown = _hero_clips(results, clips)
+def _hero(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -> tuple[str, Viewer] | None:
+    """The first clips under each other with their names, as far as they share sources and shapes."""
+    named = list(zip(results.clips, clips, strict=True))[: results.hero_clips]
+    shown = list(takewhile(lambda pair: _shapes(pair[1]) == _shapes(clips[0]), named))
     if not shown:
         return None
-    return _viewer(shown, results.fps, f"{len(shown)} held-out clips; columns: {', '.join(shown[0])}")
+    title = " / ".join(clip.name for clip, _ in shown)
+    return title, _viewer([videos for _, videos in shown], results.fps, f"{title}: {', '.join(clips[0])}")
 
 
-def _hero_clips(
-    results: ReportData, clips: Sequence[Mapping[str, strips.Video]]
-) -> list[Mapping[str, strips.Video]]:
-    return [clip for clip in clips[: max(results.hero_clips, 1)] if list(clip) == list(clips[0])]
+def _shapes(videos: Mapping[str, strips.Video]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, video.shape) for name, video in videos.items()]
 
 
 def _viewer(rows: Sequence[Mapping[str, strips.Video]], fps: float, alt: str) -> Viewer:
@@ -139,7 +136,7 @@ def _viewer(rows: Sequence[Mapping[str, strips.Video]], fps: float, alt: str) ->
 
 def _webp(picture: UInt8[Any, "h w 3"]) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, format="WEBP", quality=85)
+    Image.fromarray(picture).save(buffer, format="WEBP", quality=85, method=2)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -173,16 +170,8 @@ def _environment() -> jinja2.Environment:
     filters: dict[str, Callable[..., Any]] = {
         "number": wording.number,
         "bounds": wording.bounds,
-        "signed": wording.signed,
         "seconds": wording.seconds,
         "inline": Markup,
     }
     environment.filters.update(filters)
-    environment.globals["style"] = Markup(_part(environment, "style.css"))
-    environment.globals["script"] = Markup(_part(environment, "script.js"))
     return environment
-
-
-def _part(environment: jinja2.Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]

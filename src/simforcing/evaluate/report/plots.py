@@ -37,6 +37,8 @@ PATCH: Any = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
 """Behind a name, so that no line runs through it."""
 MAX_POINTS = 160
 """Points a training curve is averaged down to."""
+MARKED_POINTS = 25
+"""Points of a training curve up to which each is marked."""
 
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -155,9 +157,7 @@ def training_plots(runs: Sequence[TrainingCurve]) -> list[Plot]:
         said = []
         for i, run in enumerate(having):
             steps, values = _thin(run.values[key])
-            few = len(steps) <= 25
-            axes.plot(steps, values, color=SERIES[i % len(SERIES)], linestyle=DASHES[i % 4], label=run.name,
-                      marker=MARKERS[i % 7] if few else "")  # fmt: skip
+            axes.plot(steps, values, **_line(i, run.name, marked=len(steps) <= MARKED_POINTS))
             said.append(
                 f"{run.name}: {values[0]:.3g} at step {steps[0]:.0f}, {values[-1]:.3g} at {steps[-1]:.0f}"
             )
@@ -185,14 +185,18 @@ def _band(axes: Axes, i: int, name: str, x: Sequence[float], values: Sequence[In
     colour = SERIES[i % len(SERIES)]
     low, high = ([v[end] for v in values] for end in ("low", "high"))
     axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-    axes.plot(
-        x,
-        [v["mean"] for v in values],
-        color=colour,
-        linestyle=DASHES[i % 4],
-        marker=MARKERS[i % 7],
-        label=name,
-    )
+    axes.plot(x, [v["mean"] for v in values], **_line(i, name))
+
+
+def _line(i: int, name: str, marked: bool = True) -> Any:
+    """Colour, dashes and marker of the i-th line: any one of them tells it from the others."""
+    marker = MARKERS[i % len(MARKERS)] if marked else ""
+    return {
+        "color": SERIES[i % len(SERIES)],
+        "linestyle": DASHES[i % len(DASHES)],
+        "marker": marker,
+        "label": name,
+    }
 
 
 def _dots(
@@ -216,7 +220,7 @@ def _dots(
 
 
 def _legend(axes: Axes, lines: int, columns: int = 2) -> None:
-    """Names above the axes, where they cannot cover a line; none for a single unnamed one."""
+    """Names above the axes, where they cannot cover a line."""
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(lines, columns), borderaxespad=0.2)
 
 
@@ -247,17 +251,13 @@ def _to_inline(svg: str, alt: str) -> str:
     """An SVG file as an element of a page: themed, labelled, ids of its own, no references outwards."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r"<defs>\s*<style[^>]*>(.*?)</style>\s*</defs>", "", svg, count=1, flags=re.S)
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.S)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
     name = hashlib.sha256((svg + alt).encode()).hexdigest()[:8]
     svg = re.sub(r'\bid="', f'id="p{name}-', svg)
     svg = re.sub(r'(href="|url\()#', rf"\g<1>#p{name}-", svg)
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1),
-        count=1,
-    )
+    for size in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font: (\d[\d.]*)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     for colour, variable in VARIABLES.items():

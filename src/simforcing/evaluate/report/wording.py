@@ -37,12 +37,13 @@ def verdict(difference: Difference) -> Verdict:
     if math.isnan(difference["low"]):
         return Verdict("open", f"{a} against {b}: too few clips to tell:", evidence)
     above, below = difference["low"] > 0, difference["high"] < 0
+    wins, loses = (above, below) if metric.better > 0 else (below, above)
     if metric.better == 0:
         word = "is sharper than" if above else "is less sharp than" if below else "is as sharp as"
         return Verdict("neutral", f"{a} {word} {b}:", evidence)
-    if above:
+    if wins:
         return Verdict("yes", f"{a} beats {b} by", evidence)
-    if below:
+    if loses:
         return Verdict("no", f"{a} is WORSE than {b} by", evidence)
     return Verdict("open", f"{a} does NOT beat {b}:", f"{evidence}; the interval includes zero")
 

@@ -1,0 +1,128 @@
+"""`simforcing train`: teacher, student or baseline."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from simforcing.errors import SimForcingError
+
+if TYPE_CHECKING:
+    from simforcing.model.world_model import WorldModel
+    from simforcing.train.loop import TrainConfig
+    from simforcing.train.recipe import Recipe
+    from simforcing.train.roles import Data
+
+TEACHER = "bundled"
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a teacher (simulation), a student (pairs, under a frozen teacher) or a baseline (real video only).
+
+    Resumes by itself from OUT; a run of another configuration there is refused. The result is OUT/model.
+
+    Example:
+      simforcing train student --data runs/latents --teacher runs/teacher/model --out runs/student
+    """
+
+    role: Annotated[Literal["teacher", "student", "baseline"], tyro.conf.Positional]
+    """What to train."""
+    data: Path
+    """Cache that `encode` made."""
+    out: Path
+    """Directory of the run."""
+    teacher: str | None = None
+    """Model directory to start from ('bundled': the one that ships). A student needs one; a baseline may have one."""
+    recipe: str = "demo"
+    """Sizes, optimisation and objective."""
+    seconds: float | None = None
+    """Length of the run in seconds of training; default the recipe's."""
+    steps: int | None = None
+    """Length of the run in steps, instead of seconds."""
+    batch_size: int | None = None
+    """Clips a step; default the recipe's."""
+    lr: float | None = None
+    """Peak learning rate; default the recipe's."""
+    seed: int = 0
+    """Weights, order and noise follow from it."""
+    threads: int | None = None
+    """CPU threads; default all."""
+
+    def run(self) -> int:
+        """Trains to the end and prints where the model is."""
+        import torch
+
+        from simforcing.cli.show import progress
+        from simforcing.recipes import recipe
+        from simforcing.train.checkpoint import claim_run
+        from simforcing.train.loop import Run, train
+        from simforcing.train.roles import Data, check_fits
+        from simforcing.train.validate import validation
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        found = recipe(self.recipe)
+        config = self._config(found)
+        data = Data(self.data, self.data / "split.json", found)
+        start = self._start()
+        if start is not None:
+            check_fits(start, data.header, f"the model {self.teacher}")
+        model, loss = self._model(found, data, start)
+        assert model.preparation is not None
+        claim_run(self.out, self._description(found, config, data))
+        domain: Literal["real", "sim"] = "sim" if self.role == "teacher" else "real"
+        train_clips, val_clips = (data.clips(model.preparation, part) for part in ("train", "val"))
+        if self.role != "student":
+            train_clips = train_clips.one_domain(domain)
+        with progress() as report:
+            def show(passed: float, row: dict[str, Any]) -> None:
+                words = f"step {row['step']}" + (f", loss {row['total']:.3f}" if "total" in row else "")
+                report(f"training the {self.role}", passed, words)
+
+            done = train(Run(model, train_clips, loss, config, self.out, validation(val_clips.one_domain(domain)), show))
+        if not (self.out / "model").exists():
+            model.eval().save_pretrained(self.out / "model")
+        print(f"{self.out / 'model'}: {self.role} after {done.step} steps, {done.seconds:.0f} s")
+        return 0
+
+    def _config(self, found: "Recipe") -> "TrainConfig":
+        from dataclasses import replace
+
+        if self.seconds is not None and self.steps is not None:
+            raise SimForcingError("--seconds and --steps are two ways to say the same; give one")
+        config = replace(found.training(self.role), seed=self.seed)
+        if self.steps is not None:
+            config = replace(config, steps=self.steps, seconds=None)
+        if self.seconds is not None:
+            config = replace(config, seconds=self.seconds, steps=None)
+        changes = {"batch_size": self.batch_size, "lr": self.lr}
+        return replace(config, **{k: v for k, v in changes.items() if v is not None})
+
+    def _start(self) -> "WorldModel | None":
+        from simforcing.model.world_model import WorldModel, bundled_teacher
+
+        if self.role == "teacher" and self.teacher is not None:
+            raise SimForcingError("a teacher starts from nothing; --teacher is for students and baselines")
+        if self.role == "student" and self.teacher is None:
+            raise SimForcingError("a student needs --teacher: a model directory, or 'bundled'")
+        if self.teacher is None:
+            return None
+        return WorldModel.from_pretrained(bundled_teacher() if self.teacher == TEACHER else self.teacher)
+
+    def _model(self, found: "Recipe", data: "Data", start: "WorldModel | None") -> tuple["WorldModel", Any]:
+        import copy
+
+        from simforcing.train.roles import distilled_loss, new_model, single_loss, student_of
+
+        if start is None:
+            return new_model(found, data.preparation(found), data.channels, self.seed), single_loss
+        if self.role == "student":
+            return student_of(copy.deepcopy(start)), distilled_loss(start, found.objective)
+        return start, single_loss
+
+    def _description(self, found: "Recipe", config: "TrainConfig", data: "Data") -> dict[str, Any]:
+        started = {"role": self.role, "recipe": self.recipe, "training": asdict(config), "start": self.teacher or "scratch"}
+        kept = {k: data.header[k] for k in ("source", "codec", "rule", "every")}
+        return started | {"objective": asdict(found.objective) if self.role == "student" else None, "data": kept, "split": data.split}
