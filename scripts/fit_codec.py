@@ -57,7 +57,9 @@ def views(seed: int, size: int) -> np.ndarray:
 def collect(first: int, n: int, args: Args) -> Tensor:
     """uint8 [n, 2, N, H, W, 3]."""
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        return torch.from_numpy(np.stack(list(pool.map(partial(views, size=args.size), range(first, first + n), chunksize=4))))
+        return torch.from_numpy(
+            np.stack(list(pool.map(partial(views, size=args.size), range(first, first + n), chunksize=4)))
+        )
 
 
 def fit_linear(codec: TinyCodec, videos: Tensor, rng: torch.Generator) -> None:
@@ -91,7 +93,12 @@ def draw_chunks(videos: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, T
     still = (kind < 0.2).long()
     first = (kind < 0.4).long()  # the chunk before is a still first frame
     chunk = frames([torch.where(still == 1, torch.tensor(3), torch.tensor(o)) + 4 for o in range(4)])
-    before = frames([torch.where(still == 1, torch.tensor(7), torch.where(first == 1, torch.tensor(3), torch.tensor(o))) for o in range(4)])
+    before = frames(
+        [
+            torch.where(still == 1, torch.tensor(7), torch.where(first == 1, torch.tensor(3), torch.tensor(o)))
+            for o in range(4)
+        ]
+    )
     return before, chunk
 
 
@@ -170,11 +177,18 @@ def main(args: Args) -> None:
         done += 1
         if passed - shown > 0.05:
             shown = passed
-            print(f"{passed:.2f} step {done} loss {float(loss.detach()):.4f} {held_out(codec, test)}", flush=True)
+            print(
+                f"{passed:.2f} step {done} loss {float(loss.detach()):.4f} {held_out(codec, test)}",
+                flush=True,
+            )
     normalise(codec, videos, rng)
     codec.save(args.out)
     codec = TinyCodec.load(args.out)
-    card |= {"held_out": held_out(codec, test), "steps": done, "arguments": asdict(args) | {"out": args.out.name}}
+    card |= {
+        "held_out": held_out(codec, test),
+        "steps": done,
+        "arguments": asdict(args) | {"out": args.out.name},
+    }
     args.out.with_suffix(".json").write_text(json.dumps(card, indent=2) + "\n")
     print(json.dumps(card, indent=2))
 

@@ -91,7 +91,12 @@ def encode(paths: list[Path], codec: TinyCodec, rule: ClipRule, every: int) -> d
                 z = codec.encode_chunks(torch.cat([stills, moving]).flatten(1, 2)).half().numpy()
             chunk = dict(zip(offsets, z[len(first) :], strict=True))
             row = {
-                "sim": np.stack([np.stack([z[j], *(chunk[s + 1 + 4 * k] for k in range((rule.frames - 1) // 4))], axis=1) for j, s in enumerate(first)]),
+                "sim": np.stack(
+                    [
+                        np.stack([z[j], *(chunk[s + 1 + 4 * k] for k in range((rule.frames - 1) // 4))], axis=1)
+                        for j, s in enumerate(first)
+                    ]
+                ),
                 "action": np.stack([action[i, s : s + rule.actions] for s in first]),
                 "proprio": np.stack([state[i, s] for s in first]),
                 "episode": np.full(len(first), number * SHARD + i, np.int32),
@@ -106,7 +111,12 @@ def encode(paths: list[Path], codec: TinyCodec, rule: ClipRule, every: int) -> d
 def encoded(args: Args, paths: list[Path], codec: TinyCodec, rule: ClipRule) -> dict[str, np.ndarray]:
     """As `encode`, kept in a cache beside the frames."""
     cache = args.out.parent / f"{args.out.name}-latents"
-    header = {"codec": codec.identity, "rule": asdict(rule), "every": args.every, "shards": [p.stem for p in paths]}
+    header = {
+        "codec": codec.identity,
+        "rule": asdict(rule),
+        "every": args.every,
+        "shards": [p.stem for p in paths],
+    }
     if not cache.exists():
         arrays = encode(paths, codec, rule, args.every)
         tasks = sorted(set(arrays["name"].tolist()))
@@ -133,11 +143,29 @@ def main(args: Args) -> None:
     clips = from_cache(arrays, tasks, preparation)
     train_clips, test_clips = (clips.select(torch.from_numpy(rows.nonzero()[0])) for rows in (~held_out, held_out))
     model = new_model(found, preparation, codec.channels, seed=0)
-    config = replace(found.teacher, seconds=60 * args.minutes, checkpoint_seconds=300, validate_seconds=150, log_every=100)
-    description = {"role": "teacher", "data": {"episodes": args.episodes, "world": asdict(WorldConfig())}, "training": asdict(config)}
+    config = replace(
+        found.teacher, seconds=60 * args.minutes, checkpoint_seconds=300, validate_seconds=150, log_every=100
+    )
+    description = {
+        "role": "teacher",
+        "data": {"episodes": args.episodes, "world": asdict(WorldConfig())},
+        "training": asdict(config),
+    }
     claim_run(args.out, description)
-    print(f"{len(train_clips)} clips to train on, {len(test_clips)} held out, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    run = Run(model, train_clips, single_loss, config, args.out, validation(test_clips), lambda passed, row: print(f"{passed:.3f} {row}", flush=True))
+    print(
+        f"{len(train_clips)} clips to train on, {len(test_clips)} held out, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters",
+        flush=True,
+    )
+    run = Run(
+        model,
+        train_clips,
+        single_loss,
+        config,
+        args.out,
+        validation(test_clips),
+        lambda passed, row: print(f"{passed:.3f} {row}", flush=True),
+    )
     train(run)
     if not (args.out / "model").exists():
         model.save_pretrained(args.out / "model")

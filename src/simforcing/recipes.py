@@ -36,7 +36,10 @@ RECIPES: dict[str, Recipe] = {
 RECIPES["tiny"] = replace(
     RECIPES["demo"],
     text="hashed-words",
-    notes=(*RECIPES["demo"].notes, "For your own robot on a CPU: words are hashed, so that any instruction works without a text model."),
+    notes=(
+        *RECIPES["demo"].notes,
+        "For your own robot on a CPU: words are hashed, so that any instruction works without a text model.",
+    ),
 )
 
 

@@ -97,9 +97,7 @@ def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ("docter x", "doctor"),
     ],
 )
-def test_an_unknown_command_names_the_nearest(
-    typed: str, nearest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_names_the_nearest(typed: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(typed.split()) == 2
     assert capsys.readouterr().err == f"error: no command '{typed}'; did you mean '{nearest}'?\n"
 
@@ -126,8 +124,7 @@ def test_a_wrong_option_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
         (
             OSError(errno.ENOSPC, "full", "out/a.mp4"),
             2,
-            "error: no space left on the disk while writing out/a.mp4; free some and run the same "
-            "command again\n",
+            "error: no space left on the disk while writing out/a.mp4; free some and run the same command again\n",
         ),
         (
             ModuleNotFoundError("no", name="mujoco"),

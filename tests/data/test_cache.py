@@ -20,9 +20,7 @@ def shards():
 
 def test_round_trip_joins_shards(tmp_path):
     directory = write_cache(tmp_path / "c", HEADER, shards())
-    arrays = read_cache(
-        directory, {"codec": "pca-4x8x8", "clip": {"stride": 1, "frames": 13}, "resolution": (64, 64)}
-    )
+    arrays = read_cache(directory, {"codec": "pca-4x8x8", "clip": {"stride": 1, "frames": 13}, "resolution": (64, 64)})
     written = list(shards())
     np.testing.assert_array_equal(arrays["real"], np.concatenate([s["real"] for s in written[:2]]))
     assert arrays["mask"].shape == (5, 2) and arrays["mask"].dtype == np.uint8

@@ -10,9 +10,7 @@ from simforcing.errors import SimForcingError
 
 
 def test_convention_survives_json_form():
-    convention = ActionConvention(
-        "delta", "target", "tool", "euler_xyz", "closed_positive", (-1.0, 1.0), 15.0
-    )
+    convention = ActionConvention("delta", "target", "tool", "euler_xyz", "closed_positive", (-1.0, 1.0), 15.0)
     assert ActionConvention.from_dict(convention.to_dict()) == convention
     assert convention.to_dict()["gripper_range"] == [-1.0, 1.0]
 
@@ -51,9 +49,7 @@ def test_episode_refuses_frames_outside(dataset_path, indices):
 
 def test_unknown_camera_names_the_nearest(dataset_path):
     episode = open_dataset(dataset_path)[0]
-    with pytest.raises(
-        SimForcingError, match=r"no camera 'observation\.image\.real'; did you mean '.*images\.real'"
-    ):
+    with pytest.raises(SimForcingError, match=r"no camera 'observation\.image\.real'; did you mean '.*images\.real'"):
         episode.frames("observation.image.real")
 
 

@@ -30,9 +30,7 @@ def test_real_dataset_numbers(real, shared):
     assert real.action_names == ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
     assert real.action_convention == ActionConvention(rotation="euler_xyz", hz=5.0)
     table = pq.read_table(shared / "data" / "lerobot_v30" / DATA).to_pydict()
-    np.testing.assert_array_equal(
-        np.concatenate([e.state for e in real]), np.float32(table["observation.state"])
-    )
+    np.testing.assert_array_equal(np.concatenate([e.state for e in real]), np.float32(table["observation.state"]))
     np.testing.assert_array_equal(np.concatenate([e.action for e in real]), np.float32(table["action"]))
     assert real[1].task == real.tasks[1]
     np.testing.assert_allclose(real[2].timestamps, np.arange(89) / 5, atol=1e-5)
@@ -212,9 +210,7 @@ BROKEN = {
         lambda d: change_table(
             d,
             DATA,
-            lambda t: t.set_column(
-                0, "observation.state", pa.array([[0.0] * (2 + (i == 3)) for i in range(43)])
-            ),
+            lambda t: t.set_column(0, "observation.state", pa.array([[0.0] * (2 + (i == 3)) for i in range(43)])),
         ),
         r"rows of observation\.state differ in width",
     ),
@@ -250,15 +246,11 @@ def test_variable_length_lists_and_named_groups_are_read(dataset_path, tmp_path)
     root = shutil.copytree(dataset_path, tmp_path / "d")
     before = open_dataset(root)[1].state
     kind = pa.list_(pa.float64())
-    change_table(
-        root, DATA, lambda t: t.set_column(0, "observation.state", t["observation.state"].cast(kind))
-    )
+    change_table(root, DATA, lambda t: t.set_column(0, "observation.state", t["observation.state"].cast(kind)))
     change_json(
         root,
         "meta/info.json",
-        lambda c: c["features"]["action"].update(
-            names={"pose": ["a", "roll", "pitch", "yaw"], "hand": ["g"]}
-        ),
+        lambda c: c["features"]["action"].update(names={"pose": ["a", "roll", "pitch", "yaw"], "hand": ["g"]}),
     )
     dataset = open_dataset(root)
     np.testing.assert_array_equal(dataset[1].state, before)
@@ -291,7 +283,5 @@ def test_real_malformed_datasets(shared, tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
     shutil.copyfile(odd / "franka_pickplace/meta/episodes/episodes.parquet", copy / EPISODES)
-    with pytest.raises(
-        SimForcingError, match=r"column 'videos/observation\.images\.top/chunk_index' is there twice"
-    ):
+    with pytest.raises(SimForcingError, match=r"column 'videos/observation\.images\.top/chunk_index' is there twice"):
         open_dataset(copy)

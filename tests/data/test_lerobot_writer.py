@@ -23,9 +23,7 @@ def psnr(a, b):
 
 
 def files(root):
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_round_trip(write_dataset, frames, vectors, tmp_path):
@@ -66,9 +64,7 @@ def test_same_columns_and_types_as_a_real_dataset(shared, write_dataset, tmp_pat
         official, "data/chunk-000/file-000.parquet", other=True
     )
     assert columns(ours, "meta/tasks.parquet") == columns(official, "meta/tasks.parquet")
-    assert sorted(map(str, columns(ours, EPISODES))) == sorted(
-        map(str, columns(official, EPISODES, other=True))
-    )
+    assert sorted(map(str, columns(ours, EPISODES))) == sorted(map(str, columns(official, EPISODES, other=True)))
     info, expected = (json.loads((root / "meta/info.json").read_text()) for root in (ours, official))
     assert list(info) == list(expected)
     for name in (
@@ -82,10 +78,7 @@ def test_same_columns_and_types_as_a_real_dataset(shared, write_dataset, tmp_pat
     ):
         assert info["features"][name].keys() == expected["features"][name].keys()
         assert info["features"][name]["dtype"] == expected["features"][name]["dtype"]
-    assert (
-        info["features"][REAL]["info"].keys()
-        == expected["features"]["observation.images.wrist"]["info"].keys()
-    )
+    assert info["features"][REAL]["info"].keys() == expected["features"]["observation.images.wrist"]["info"].keys()
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"], info["fps"]) == (3, 43, 2, 5)
     assert isinstance(info["fps"], int) and info["splits"] == {"train": "0:3"}
 
@@ -109,14 +102,10 @@ def test_statistics(write_dataset, frames, vectors, tmp_path):
     assert np.shape(stats[REAL]["mean"]) == (3, 1, 1) and stats[REAL]["count"] == [43]
     np.testing.assert_allclose(np.ravel(stats[REAL]["mean"]), pictures.mean((0, 1, 2)))
     np.testing.assert_allclose(np.ravel(stats[REAL]["std"]), pictures.std((0, 1, 2)))
-    np.testing.assert_allclose(
-        np.ravel(stats[REAL]["q50"]), np.median(pictures, axis=(0, 1, 2)), atol=1 / 255
-    )
+    np.testing.assert_allclose(np.ravel(stats[REAL]["q50"]), np.median(pictures, axis=(0, 1, 2)), atol=1 / 255)
     table = pq.read_table(root / EPISODES).to_pylist()
     np.testing.assert_allclose(table[1]["stats/action/max"], vectors(9, 101).max(0))
-    np.testing.assert_allclose(
-        np.ravel(table[1][f"stats/{SIM}/min"]), frames(9, 32, 48, 1.5).min((0, 1, 2)) / 255
-    )
+    np.testing.assert_allclose(np.ravel(table[1][f"stats/{SIM}/min"]), frames(9, 32, 48, 1.5).min((0, 1, 2)) / 255)
     assert table[1]["stats/frame_index/max"] == [8]
 
 

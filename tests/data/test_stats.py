@@ -31,9 +31,7 @@ def test_values_by_hand():
     normalizer = Normalizer.fit(np.array([[0.0, 5.0], [4.0, 5.00001]], np.float32))
     np.testing.assert_allclose(normalizer.scale, [0.5, 1.0])
     np.testing.assert_allclose(normalizer.offset, [-1.0, -5.0])
-    np.testing.assert_allclose(
-        normalizer.normalize(np.array([[1.0, 5.0], [100.0, -9.0]])), [[-0.5, 0], [5, -5]]
-    )
+    np.testing.assert_allclose(normalizer.normalize(np.array([[1.0, 5.0], [100.0, -9.0]])), [[-0.5, 0], [5, -5]])
 
 
 def test_several_episodes_equal_one_array():

@@ -36,9 +36,7 @@ def test_smooth_pictures_survive(clip, frames):
     assert psnr(decode_all(clip), frames(60, 48, 64)) > 35
 
 
-@pytest.mark.parametrize(
-    "order", [[0], [59], [8, 7, 9], [50, 3, 3, 20], list(range(60)), list(range(1, 60, 9))]
-)
+@pytest.mark.parametrize("order", [[0], [59], [8, 7, 9], [50, 3, 3, 20], list(range(60)), list(range(1, 60, 9))])
 def test_asked_frames_equal_sequential_decode(clip, order):
     np.testing.assert_array_equal(VideoFile(clip, FPS).at([i / FPS for i in order]), decode_all(clip)[order])
 

@@ -65,9 +65,7 @@ def test_window_longer_than_the_episode_is_refused(dataset_path):
 def test_iter_clips_equals_load_clip(write_dataset, tmp_path):
     dataset = open_dataset(write_dataset(tmp_path / "d", lengths=(20, 5, 14)))
     clips = list(iter_clips(dataset, RULE, [REAL], every=3))
-    assert [(c.episode, c.start) for c in clips] == [(0, s) for s in (0, 3, 6, 9, 12)] + [
-        (2, s) for s in (0, 3, 6)
-    ]
+    assert [(c.episode, c.start) for c in clips] == [(0, s) for s in (0, 3, 6, 9, 12)] + [(2, s) for s in (0, 3, 6)]
     for clip in clips:
         alone = load_clip(dataset[clip.episode], clip.start, RULE, [REAL])
         np.testing.assert_array_equal(clip.frames[REAL], alone.frames[REAL])

@@ -81,9 +81,7 @@ def make_report(folder: Path, clips: int = 12) -> ReportData:
     """A full report from made-up videos; its numbers are measured on them."""
     videos = make_sources(clips)
     truth = videos["real"]
-    scores = {
-        name: metrics.score(videos[name], truth) for name in ("copy of first frame", "baseline", "student")
-    }
+    scores = {name: metrics.score(videos[name], truth) for name in ("copy of first frame", "baseline", "student")}
     rng = np.random.default_rng(1)
 
     def row(name: str, group: str, w: float | None = None) -> Row:
@@ -93,8 +91,7 @@ def make_report(folder: Path, clips: int = 12) -> ReportData:
         weights = [0.0, 0.3, 0.6, 1.0]
         base = scores["student"][metric]
         values = [
-            statistics.bootstrap(base + gain * w * (1.4 - w) + rng.normal(0, 0.01 * abs(gain), clips))
-            for w in weights
+            statistics.bootstrap(base + gain * w * (1.4 - w) + rng.normal(0, 0.01 * abs(gain), clips)) for w in weights
         ]
         return GuidanceCurve(source, metric, weights, values)
 
@@ -112,9 +109,7 @@ def make_report(folder: Path, clips: int = 12) -> ReportData:
     scale = {"psnr": 1.0, "psnr_moving": 1.3, "ssim": 0.02}
     return ReportData(
         title="Does simulation help a robot's world model?",
-        summary=[
-            "Made-up clips of a made-up arm: this page shows what a report looks like, and nothing else."
-        ],
+        summary=["Made-up clips of a made-up arm: this page shows what a report looks like, and nothing else."],
         rows=[
             row("copy of first frame", "Controls"),
             row("baseline", "Trained on real video only"),

@@ -25,9 +25,7 @@ def moving_square(shift: int = 3, size: int = 6) -> np.ndarray:
 def test_psnr_is_scikit_images_over_the_predicted_frames(videos):
     pred, true = videos
     pred[:, 0] = 0  # the given frame must not count
-    expected = [
-        peak_signal_noise_ratio(t[1:], p[1:], data_range=255) for p, t in zip(pred, true, strict=True)
-    ]
+    expected = [peak_signal_noise_ratio(t[1:], p[1:], data_range=255) for p, t in zip(pred, true, strict=True)]
     np.testing.assert_allclose(metrics.psnr(pred, true), expected, rtol=1e-12)
     whole = [peak_signal_noise_ratio(t, p, data_range=255) for p, t in zip(pred, true, strict=True)]
     np.testing.assert_allclose(metrics.psnr(pred, true, first_frame=True), whole, rtol=1e-12)

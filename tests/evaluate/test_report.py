@@ -136,9 +136,7 @@ def test_stills_are_written_beside_the_page(written):
     assert Image.open(written.parent / "strips" / "clip-1.png").width > 1000
 
 
-@pytest.mark.parametrize(
-    "kept", ["title", "rows", "differences", "clips", "action_ratios", "protocol", "summary"]
-)
+@pytest.mark.parametrize("kept", ["title", "rows", "differences", "clips", "action_ratios", "protocol", "summary"])
 def test_parts_that_are_missing_are_left_out(kept, report_data, tmp_path):
     value = getattr(report_data, kept)
     parts = {"title": "Only a title"} | {kept: value[:1] if kept == "clips" else value}
@@ -170,9 +168,7 @@ def test_values_that_are_not_defined_are_dashes(report_data, tmp_path):
 
 def test_names_are_text_and_not_markup(report_data, tmp_path):
     name = "<script>x</script> & $a_b$"
-    data = ReportData(
-        name, rows=[Row(name, name, {})], horizon=[HorizonCurve(name, report_data.horizon[0].values)]
-    )
+    data = ReportData(name, rows=[Row(name, name, {})], horizon=[HorizonCurve(name, report_data.horizon[0].values)])
     path = write_report(tmp_path, data)
     page = Page(path.read_text())
     assert page.open == [] and len(page.all("script")) == 1

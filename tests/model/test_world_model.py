@@ -25,24 +25,42 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def expert(config: dict[str, Any]) -> ExpertConfig:
     return ExpertConfig(
-        dim=config["hidden_dim"], ffn_dim=config["ffn_dim"], num_layers=config["num_layers"], num_heads=config["num_heads"],
-        head_dim=config["attn_head_dim"], text_dim=config["text_dim"], freq_dim=config["freq_dim"], eps=config["eps"],
-    )  # fmt: skip
+        dim=config["hidden_dim"],
+        ffn_dim=config["ffn_dim"],
+        num_layers=config["num_layers"],
+        num_heads=config["num_heads"],
+        head_dim=config["attn_head_dim"],
+        text_dim=config["text_dim"],
+        freq_dim=config["freq_dim"],
+        eps=config["eps"],
+    )
 
 
 @pytest.fixture(scope="module")
 def reference(parity: Path) -> tuple[WorldModel, dict[str, Tensor]]:
     tensors, config = read(parity / "forward.safetensors")
     model = WorldModel(
-        WorldModelConfig(video=expert(config["video"]), action=expert(config["action"]), channels=config["video"]["in_dim"])
+        WorldModelConfig(
+            video=expert(config["video"]), action=expert(config["action"]), channels=config["video"]["in_dim"]
+        )
     )
-    load_strictly(model, our_state({k: v for k, v in tensors.items() if k.startswith(("mot.", "proprio_encoder."))}), "reference")
+    load_strictly(
+        model,
+        our_state({k: v for k, v in tensors.items() if k.startswith(("mot.", "proprio_encoder."))}),
+        "reference",
+    )
     return model.eval(), tensors
 
 
 def inputs(model: WorldModel, t: dict[str, Tensor]) -> dict[str, Any]:
     context, mask = model.context(t["in.context"], t["in.context_mask"].bool(), t["in.proprio"])
-    return {"latents": t["in.latents"], "timestep": t["in.timestep"], "action": t["in.action"], "context": context, "context_mask": mask}
+    return {
+        "latents": t["in.latents"],
+        "timestep": t["in.timestep"],
+        "action": t["in.action"],
+        "context": context,
+        "context_mask": mask,
+    }
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -62,7 +80,9 @@ def test_forward_equals_the_reference(reference: tuple[WorldModel, dict[str, Ten
         torch.testing.assert_close(model.velocity(**arguments), t[f"out.{case}"], **TOLERANCE)
 
 
-def test_forward_with_a_noisy_first_frame_equals_the_reference(reference: tuple[WorldModel, dict[str, Tensor]]) -> None:
+def test_forward_with_a_noisy_first_frame_equals_the_reference(
+    reference: tuple[WorldModel, dict[str, Tensor]],
+) -> None:
     model, t = reference
     a = inputs(model, t)
     condition = model.condition(a["action"], a["context"], a["context_mask"], a["latents"].shape[2])
@@ -98,10 +118,12 @@ def tiny(**changes: Any) -> WorldModel:
 def arguments(batch: int = 2) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1)
     return {
-        "latents": torch.randn(batch, 3, 4, 4, 4, generator=g), "timestep": torch.tensor([300.0, 900.0][:batch]),
-        "action": torch.randn(batch, 12, 7, generator=g), "context": torch.randn(batch, 3, 8, generator=g),
+        "latents": torch.randn(batch, 3, 4, 4, 4, generator=g),
+        "timestep": torch.tensor([300.0, 900.0][:batch]),
+        "action": torch.randn(batch, 12, 7, generator=g),
+        "context": torch.randn(batch, 3, 8, generator=g),
         "context_mask": torch.ones(batch, 3, dtype=torch.bool),
-    }  # fmt: skip
+    }
 
 
 def test_a_new_model_is_unconditioned_and_sim_starts_to_learn() -> None:
@@ -129,7 +151,9 @@ def test_later_frames_and_noise_do_not_reach_the_first_frame_but_actions_do(posi
     base = model.velocity(**a)
     changed = a["latents"].clone()
     changed[:, :, 1:] += 1
-    assert torch.equal(model.velocity(**a | {"latents": changed, "timestep": a["timestep"] / 2})[:, :, 0], base[:, :, 0])
+    assert torch.equal(
+        model.velocity(**a | {"latents": changed, "timestep": a["timestep"] / 2})[:, :, 0], base[:, :, 0]
+    )
     assert not torch.allclose(model.velocity(**a | {"action": a["action"] + 1})[:, :, 0], base[:, :, 0])
 
 
@@ -150,7 +174,9 @@ def test_a_wrong_file_is_refused_with_the_names(tmp_path: Path) -> None:
     state = model.state_dict()
     state["extra"] = state.pop("proprio.bias")
     state["video.proj_out.bias"] = torch.zeros(3)
-    with pytest.raises(SimForcingError, match="missing: proprio.bias; unexpected: extra; wrong shape: video.proj_out.bias"):
+    with pytest.raises(
+        SimForcingError, match=r"missing: proprio.bias; unexpected: extra; wrong shape: video.proj_out.bias"
+    ):
         load_strictly(tiny(), state, "x")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(SimForcingError, match="damaged"):

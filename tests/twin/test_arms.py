@@ -98,9 +98,7 @@ def test_fingers_are_those_of_the_description(name: str, shared: Path) -> None:
     model = build().compile()
     data = mujoco.MjData(model)
     for finger in fingers:
-        joint = next(
-            j for j in ET.parse(shared / "robots" / file).getroot().iter("joint") if j.get("name") == finger
-        )
+        joint = next(j for j in ET.parse(shared / "robots" / file).getroot().iter("joint") if j.get("name") == finger)
         link = joint.find("child").get("link")  # type: ignore[union-attr]
         chain = Chain(shared / "robots" / file, str(link))
         np.testing.assert_allclose(model.joint(finger).range, chain.limits()[-1], atol=1e-9)
@@ -118,9 +116,7 @@ def test_names_actuators_and_self_support(name: str) -> None:
     spec = build()
     model = spec.copy().compile()
     assert model.body("base").id == 1 and model.site("ee").id == 0
-    assert [model.actuator(i).name for i in range(model.nu)] == [
-        model.joint(i).name for i in range(model.njnt)
-    ]
+    assert [model.actuator(i).name for i in range(model.nu)] == [model.joint(i).name for i in range(model.njnt)]
     assert {model.mat(i).name for i in range(model.nmat)} == set(arms.MATERIALS)
     data = mujoco.MjData(model)
     start = np.clip(

@@ -97,9 +97,7 @@ def test_simulated_arm_moves_where_the_states_move(source: Path, panda: Robot, t
     assert 0.02 < arm.mean() < 0.3
     for mask, row in zip(arm, episode.state[[0, 12, 32]], strict=True):
         column, line = (int(v) for v in camera.project(row[None, :3].astype(float))[0])
-        assert (
-            mask[line - 3 : line + 4, column - 3 : column + 4].mean() > 0.5
-        )  # the flange is drawn where it is
+        assert mask[line - 3 : line + 4, column - 3 : column + 4].mean() > 0.5  # the flange is drawn where it is
     assert (arm[0] != arm[2]).mean() > 0.01
 
 
@@ -182,9 +180,7 @@ def test_conventions_can_be_said(source: Path) -> None:
     assert "--gripper" in notes[0]
 
 
-def test_command_reports_and_refuses(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reports_and_refuses(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, robot = str(shared / "data/lerobot_v30"), str(shared / "robots/panda/panda.urdf")
     bad = tmp_path / "camera.json"
     bad.write_text('{"pose": 1}')
@@ -211,10 +207,7 @@ def test_command_makes_pairs(
     real = open_dataset(source)
     monkeypatch.setattr(pairs, "open_dataset", lambda path: changed(real, shortened(real, 3)))
     robot = str(shared / "robots/panda/panda.urdf")
-    assert (
-        main(["twin", "pair", str(source), str(tmp_path / "out"), "--robot", robot, "--camera", "exterior_2"])
-        == 0
-    )
+    assert main(["twin", "pair", str(source), str(tmp_path / "out"), "--robot", robot, "--camera", "exterior_2"]) == 0
     said = capsys.readouterr()
     assert "3 episodes, 9 frames; 'panda_link8' follows the state within 0." in said.out
     assert "render: 3 of 3 episodes" in said.err

@@ -144,9 +144,7 @@ def test_unreachable_pose_names_episode_frame_and_miss(panda: Robot, droid: Data
     assert "3 of 33 frames" in text
     assert "--skip-bad" in text
     lenient = Tolerance(position=1.0, rotation=4.0)
-    path = joint_path(
-        panda, moved(droid[0], 0.6), droid.action_convention, rotation="euler_xyz", tolerance=lenient
-    )
+    path = joint_path(panda, moved(droid[0], 0.6), droid.action_convention, rotation="euler_xyz", tolerance=lenient)
     assert path.position_error[7:10].min() > 0.05
     assert path.position_error[10:].max() < 1e-3
 

@@ -48,9 +48,7 @@ def urdf_chain(path: Path, tip: str, q: dict[str, float]) -> np.ndarray:
         value = q.get(joint.get("name"), 0.0)
         move = np.eye(4)
         if joint.get("type") in ("revolute", "continuous"):
-            move[:3, :3] = Rotation.from_rotvec(
-                value * numbers(joint.find("axis").get("xyz"), "1 0 0")
-            ).as_matrix()
+            move[:3, :3] = Rotation.from_rotvec(value * numbers(joint.find("axis").get("xyz"), "1 0 0")).as_matrix()
         pose = here @ move @ pose
         tip = joint.find("parent").get("link")
     return pose
@@ -73,12 +71,8 @@ def arm(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "tip"), [("panda", 7, "panda_link8"), ("widowx", 6, "ee_gripper_link")]
-)
-def test_fk_equals_the_chain_in_the_urdf(
-    name: str, count: int, tip: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize(("name", "count", "tip"), [("panda", 7, "panda_link8"), ("widowx", 6, "ee_gripper_link")])
+def test_fk_equals_the_chain_in_the_urdf(name: str, count: int, tip: str, request: pytest.FixtureRequest) -> None:
     robot: Robot = request.getfixturevalue(name)
     assert robot.ee_name == tip
     assert len(robot.joint_names) == count
@@ -104,9 +98,7 @@ def test_ik_returns_to_reachable_poses(name: str, request: pytest.FixtureRequest
     answer = robot.ik(targets)
     back = robot.fk_path(answer.q)
     miss = np.linalg.norm(back[:, :3, 3] - targets[:, :3, 3], axis=1)
-    turn = (
-        Rotation.from_matrix(back[:, :3, :3]) * Rotation.from_matrix(targets[:, :3, :3]).inv()
-    ).magnitude()
+    turn = (Rotation.from_matrix(back[:, :3, :3]) * Rotation.from_matrix(targets[:, :3, :3]).inv()).magnitude()
     assert miss.max() < 1e-3
     assert np.degrees(turn.max()) < 0.1
     np.testing.assert_allclose(miss, answer.position_error, atol=1e-9)
@@ -220,9 +212,7 @@ def test_wrong_files_are_named(tmp_path: Path, name: str, content: str | None, s
 
 def test_missing_meshes_are_listed(shared: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(shared / "robots/panda/panda.urdf", tmp_path))
-    with pytest.raises(
-        SimForcingError, match=r"collision/link0\.stl.* and 15 more; put them beside the URDF"
-    ):
+    with pytest.raises(SimForcingError, match=r"collision/link0\.stl.* and 15 more; put them beside the URDF"):
         Robot.load(path)
 
 

@@ -86,8 +86,23 @@ class Demo:
 
     def commands(self) -> list[list[str]]:
         """The training commands, as they are run."""
-        common = ["--data", str(self.out / "latents"), "--recipe", "demo", "--seconds", str(self.seconds), "--seed", str(self.seed), "--threads", "1"]
-        roles = {"scratch": ["baseline"], "finetuned": ["baseline", "--teacher", self.teacher_model], "student": ["student", "--teacher", self.teacher_model]}
+        common = [
+            "--data",
+            str(self.out / "latents"),
+            "--recipe",
+            "demo",
+            "--seconds",
+            str(self.seconds),
+            "--seed",
+            str(self.seed),
+            "--threads",
+            "1",
+        ]
+        roles = {
+            "scratch": ["baseline"],
+            "finetuned": ["baseline", "--teacher", self.teacher_model],
+            "student": ["student", "--teacher", self.teacher_model],
+        }
         return [["train", *roles[name], "--out", str(self.out / name), *common] for name in RUNS]
 
     def _world(self, report: "Report") -> None:
@@ -96,10 +111,22 @@ class Demo:
         first = 1_000_000 * self.seed
         n = self.train_episodes + self.val_episodes + self.test_episodes
         if not (self.out / "pairs").exists():
-            write_pairs(self.out / "pairs", range(first, first + n), workers=self.workers, progress=lambda i, total: report("drawing the world", i / total, f"{i} of {total} episodes"))
+            write_pairs(
+                self.out / "pairs",
+                range(first, first + n),
+                workers=self.workers,
+                progress=lambda i, total: report("drawing the world", i / total, f"{i} of {total} episodes"),
+            )
         if self.teacher == "train" and not (self.out / "simulation").exists():
             seeds = range(first + 500_000, first + 500_000 + self.teacher_episodes)
-            write_simulation(self.out / "simulation", seeds, workers=self.workers, progress=lambda i, total: report("drawing simulation for the teacher", i / total))
+            write_simulation(
+                self.out / "simulation",
+                seeds,
+                workers=self.workers,
+                progress=lambda i, total: report(
+                    "drawing simulation for the teacher", i / total, f"{i} of {total} episodes"
+                ),
+            )
 
     def _encode(self, data: Path, out: Path, val: int, test: int) -> None:
         from simforcing.cli.encode import Encode
@@ -112,12 +139,18 @@ class Demo:
 
         self._encode(self.out / "simulation", self.out / "simulation-latents", max(1, self.teacher_episodes // 20), 0)
         if not (self.out / "teacher" / "model").exists():
-            Train("teacher", data=self.out / "simulation-latents", out=self.out / "teacher", seconds=self.teacher_seconds, seed=self.seed).run()
+            Train(
+                "teacher",
+                data=self.out / "simulation-latents",
+                out=self.out / "teacher",
+                seconds=self.teacher_seconds,
+                seed=self.seed,
+            ).run()
 
     def _train(self, report: "Report") -> None:
         waiting = [c for c, name in zip(self.commands(), RUNS, strict=True) if not (self.out / name / "model").exists()]
         if waiting:
-            together(waiting, self.out, lambda share: report("training student and baselines", share))
+            together(waiting, self.out, lambda share: report("training student and baselines", share, ""))
 
 
 class Stages:
@@ -146,14 +179,19 @@ def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
     Raises:
         SimForcingError: one of them failed; the others are ended.
     """
-    environment = os.environ | {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     running: list[tuple[Path, subprocess.Popen[bytes]]] = []
     try:
         for command in commands:
             run = Path(command[command.index("--out") + 1])
             file = out / f"{run.name}.log"
             with file.open("ab") as stream:
-                process = subprocess.Popen([sys.executable, "-m", "simforcing.cli.main", *command], stdout=stream, stderr=stream, env=environment)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "simforcing.cli.main", *command],
+                    stdout=stream,
+                    stderr=stream,
+                    env=environment,
+                )
             running.append((run, process))
         while any(process.poll() is None for _, process in running):
             for run, process in running:

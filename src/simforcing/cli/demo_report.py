@@ -27,7 +27,7 @@ from simforcing.evaluate.report import (
     write_report,
 )
 from simforcing.evaluate.statistics import Difference, Interval, bootstrap_columns
-from simforcing.evaluate.study import ROWS, SOURCES, Choice, Grid, Models, Study, source_name, student_name
+from simforcing.evaluate.study import ROWS, SOURCES, Choice, Models, Study, source_name, student_name
 from simforcing.model.world_model import WorldModel, bundled_teacher, open_model
 from simforcing.predict.predictor import Predictor
 from simforcing.train.checkpoint import write_text
@@ -99,7 +99,10 @@ def examine(models: Models, val: EvaluationClips, test: EvaluationClips, seed: i
 def _models(demo: "Demo") -> Models:
     teacher_path = bundled_teacher() if demo.teacher == "bundled" else Path(demo.teacher_model)
     teacher = Predictor(WorldModel.from_pretrained(teacher_path))
-    trained = {name: Predictor(WorldModel.from_pretrained(demo.out / name / "model"), teacher.codec) for name in ("student", "scratch", "finetuned")}
+    trained = {
+        name: Predictor(WorldModel.from_pretrained(demo.out / name / "model"), teacher.codec)
+        for name in ("student", "scratch", "finetuned")
+    }
     return Models(teacher=teacher, **trained)
 
 
@@ -163,7 +166,10 @@ def _steps(demo: "Demo") -> dict[str, Any]:
 def _numbers(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> dict[str, Any]:
     """What `metrics.json` holds."""
     keys = ("psnr", "psnr_moving", "ssim", "sharpness")
-    rows = [{"name": name, "group": _group(name), "w": _weight(name), **{k: values[k] for k in keys}} for name, values in found.rows.items()]
+    rows = [
+        {"name": name, "group": _group(name), "w": _weight(name), **{k: values[k] for k in keys}}
+        for name, values in found.rows.items()
+    ]
     return {
         "headline": found.headline,
         "rows": rows,
@@ -171,7 +177,12 @@ def _numbers(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -
         "action_ratio": {k: round(v["mean"], 4) for k, v in found.ratios.items()},
         "action_ratio_intervals": found.ratios,
         "motion_agreement": round(found.agreement, 4),
-        "chosen": {"student": {k: asdict(v) for k, v in found.choice.student.items()}, "steps": dict(found.choice.steps), "best": found.choice.best, "on": "validation clips"},
+        "chosen": {
+            "student": {k: asdict(v) for k, v in found.choice.student.items()},
+            "steps": dict(found.choice.steps),
+            "best": found.choice.best,
+            "on": "validation clips",
+        },
         "tried": found.choice.tried,
         "training": _steps(demo),
         "seconds": {**log.seconds, "a clip": found.latency},
@@ -186,11 +197,13 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
     return ReportData(
         title="SimForcing demo",
         summary=[
-            f"{len(found.test.clips)} held-out clips of {len(set(found.test.clips.episode.tolist()))} episodes, predicted frames only. "
+            f"{len(found.test.clips)} held-out clips of {len(np.unique(found.test.clips.episode))} episodes, "
+            "predicted frames only. "
             f"Settings were chosen on other clips: {source_name(found.choice.best)}, w = {setting.w:g}, "
             f"{setting.sim_steps} + {setting.real_steps} steps.",
             f"Student and baselines trained for {demo.seconds:.0f} s each, beside each other, one thread each: "
-            + ", ".join(f"{name} {v['steps']} steps" for name, v in steps.items()) + ".",
+            + ", ".join(f"{name} {v['steps']} steps" for name, v in steps.items())
+            + ".",
             f"Simulation and real view agree in latent motion with a cosine of {found.agreement:.2f}.",
         ],
         rows=[Row(name, _group(name), values, _weight(name)) for name, values in found.rows.items()],
@@ -200,13 +213,24 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
         horizon=_horizon(found),
         training=[TrainingCurve.from_jsonl(name, demo.out / name / "log.jsonl", keys) for name in steps],
         clips=_clips(found),
-        timings=[Timing(name, value, f"batch of 16, {demo.workers} threads, one measurement") for name, value in found.latency.items()],
+        timings=[
+            Timing(name, value, f"batch of 16, {demo.workers} threads, one measurement")
+            for name, value in found.latency.items()
+        ],
         protocol=protocol,
-        what_ran=WhatRan([f"simforcing demo --out {demo.out.name}", *(f"simforcing {' '.join(c)}" for c in _relative(demo))], {"everything": demo.seed}),
+        what_ran=WhatRan(
+            [
+                f"simforcing demo --out {demo.out.name}",
+                *(f"simforcing {' '.join(c)}" for c in _relative(demo)),
+            ],
+            {"everything": demo.seed},
+        ),
         caveats=[
-            "The 'real' camera of the bundled world is a rendered stand-in, not a robot: the page shows that the method works, not how well it does on your data.",
+            "The 'real' camera of the bundled world is a rendered stand-in, not a robot: the page shows that the "
+            "method works, not how well it does on your data.",
             "One training seed: intervals are over clips, not over trainings.",
-            "64 x 64 pixels, 13 frames, absolute actions on the video's time axis and a small codec: departures from the paper's setting that train on a CPU.",
+            "64 x 64 pixels, 13 frames, absolute actions on the video's time axis and a small codec: departures from "
+            "the paper's setting that train on a CPU.",
         ],
         fps=found.test.clips.fps,
     )
@@ -230,7 +254,13 @@ def _curves(found: Findings) -> list[GuidanceCurve]:
 def _horizon(found: Findings) -> list[HorizonCurve]:
     names = [found.headline, ROWS["finetuned"], ROWS["scratch"], ROWS["copy"], ROWS["ceiling"]]
     clips = found.test.clips
-    return [HorizonCurve(n, bootstrap_columns(metrics.psnr_by_frame(found.test.videos[n], clips.real), clusters=clips.episode)) for n in names]
+    return [
+        HorizonCurve(
+            n,
+            bootstrap_columns(metrics.psnr_by_frame(found.test.videos[n], clips.real), clusters=clips.episode),
+        )
+        for n in names
+    ]
 
 
 def _clips(found: Findings, count: int = 8) -> list[Clip]:
@@ -242,7 +272,11 @@ def _clips(found: Findings, count: int = 8) -> list[Clip]:
     order = np.argsort(-moving)
     chosen = order[np.linspace(0, 3 * len(order) // 4, min(count, len(order))).astype(int)]
     predicted = models.student.decode(test.simulation(choice.best, setting.sim_steps))
-    shown = {"student": found.headline, **({"shipped student": found.shipped} if found.shipped else {}), "real only": ROWS["finetuned"]}
+    shown = {
+        "student": found.headline,
+        **({"shipped student": found.shipped} if found.shipped else {}),
+        "real only": ROWS["finetuned"],
+    }
     result = []
     for i in chosen:
         videos = {"real": test.clips.real[i]} | {label: test.videos[row][i] for label, row in shown.items()}

@@ -76,9 +76,7 @@ class Doctor:
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free / _GIB
-        return Check(
-            "disk", free >= self.disk_gib, f"{free:.1f} GiB free at {place} ({self.disk_gib:g} wanted)"
-        )
+        return Check("disk", free >= self.disk_gib, f"{free:.1f} GiB free at {place} ({self.disk_gib:g} wanted)")
 
 
 def check_python() -> Check:

@@ -48,16 +48,27 @@ class Encode:
         val = max(1, len(dataset) // 10) if self.val is None else self.val
         split = split_episodes(len(dataset), {"train": None, "val": val, "test": self.test}, self.seed)
         if not split["train"]:
-            raise SimForcingError(f"{self.data}: {len(dataset)} episodes leave none to train on with {val} for validation and {self.test} for testing")
+            raise SimForcingError(
+                f"{self.data}: {len(dataset)} episodes leave none to train on with {val} for validation and "
+                f"{self.test} for testing"
+            )
         with progress() as report:
             header = encode_dataset(
-                dataset, self.out, load_codec(found.codec), found.rule, self.every or found.window_every,
+                dataset,
+                self.out,
+                load_codec(found.codec),
+                found.rule,
+                self.every or found.window_every,
                 lambda done, total: report("encoding", done / total, f"{done} of {total} clips"),
-            )  # fmt: skip
+            )
         file = self.out / SPLIT
         if file.exists() and load_split(file) != split:
-            raise SimForcingError(f"{file} divides the episodes otherwise; choose another directory, or the same --val, --test and --seed")
+            raise SimForcingError(
+                f"{file} divides the episodes otherwise; choose another directory, or the same --val, --test and --seed"
+            )
         save_split(file, split, header["source"])
-        print(f"{self.out}: {header['clips']} clips of {len(dataset)} episodes, {', '.join(header['domains'])}; "
-              f"{', '.join(f'{len(v)} {k}' for k, v in split.items())}")  # fmt: skip
+        print(
+            f"{self.out}: {header['clips']} clips of {len(dataset)} episodes, {', '.join(header['domains'])}; "
+            f"{', '.join(f'{len(v)} {k}' for k, v in split.items())}"
+        )
         return 0

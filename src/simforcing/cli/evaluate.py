@@ -15,7 +15,7 @@ class Evaluate:
     --split, those of its part 'test'.
 
     Example:
-      simforcing evaluate runs/student/model --data data/pairs --split runs/latents/split.json -w 0.6 --out runs/numbers.json
+      simforcing evaluate runs/student/model --data data/pairs --split runs/latents/split.json --out numbers.json
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
@@ -64,22 +64,42 @@ class Evaluate:
             raise SimForcingError(f"{self.out} exists; choose another name")
         predictor = Predictor(open_model(self.checkpoint))
         rule = predictor.preparation.rule
-        clips = evaluation_clips(open_dataset(self.data), rule, load_split(self.split).get(self.part, []), self.per_episode)
+        clips = evaluation_clips(
+            open_dataset(self.data), rule, load_split(self.split).get(self.part, []), self.per_episode
+        )
         begin = clips.begin(self.seed)
         reference = None
         if self.w != 0:
             source = predictor if self.sim_model is None else Predictor(open_model(self.sim_model), predictor.codec)
-            reference = predictor.encode(clips.sim) if self.simulation == "rendered" else source.simulation(begin, self.sim_steps)
+            reference = (
+                predictor.encode(clips.sim)
+                if self.simulation == "rendered"
+                else source.simulation(begin, self.sim_steps)
+            )
         video = predictor.decode(predictor.real(begin, self.real_steps, reference, Guidance(self.w)))
         scores = metrics.score(video, clips.real)
         protocol = Protocol(
-            split_sha256=hashlib.sha256(self.split.read_bytes()).hexdigest(), clips_sha256=hash_clips(clips.window_names()),
-            clips=len(clips), frames=rule.frames, fps=clips.fps, height=rule.height, width=rule.width, sim_steps=self.sim_steps,
-            real_steps=self.real_steps, guidance=self.w, seed=self.seed,
-        )  # fmt: skip
+            split_sha256=hashlib.sha256(self.split.read_bytes()).hexdigest(),
+            clips_sha256=hash_clips(clips.window_names()),
+            clips=len(clips),
+            frames=rule.frames,
+            fps=clips.fps,
+            height=rule.height,
+            width=rule.width,
+            sim_steps=self.sim_steps,
+            real_steps=self.real_steps,
+            guidance=self.w,
+            seed=self.seed,
+        )
         found = {k: bootstrap(v, clusters=clips.episode) for k, v in scores.items()}
-        result = {"model": str(self.checkpoint), "simulation": self.sim_model or self.simulation, "metrics": found, "protocol": protocol.to_dict()}
+        result = {
+            "model": str(self.checkpoint),
+            "simulation": self.sim_model or self.simulation,
+            "metrics": found,
+            "protocol": protocol.to_dict(),
+        }
         write_text(self.out, json.dumps(result, indent=2) + "\n")
         for key, value in found.items():
-            print(f"{metrics.METRICS[key].label}: {value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}] {metrics.METRICS[key].unit}")
+            metric = metrics.METRICS[key]
+            print(f"{metric.label}: {value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}] {metric.unit}")
         return 0

@@ -83,7 +83,10 @@ class Predict:
             shown["simulation"] = predictor.decode(reference)
         rows = [{name: video[i] for name, video in shown.items()} for i in range(len(clips))]
         strips.write_mp4(self.out, strips.hold(strips.grid(rows), 1), dataset.fps / rule.stride)
-        strips.strip({f"{n} {e}": v for e, row in zip(self.episode, rows, strict=True) for n, v in row.items()}, self.out.with_suffix(".png"))
+        strips.strip(
+            {f"{n} {e}": v for e, row in zip(self.episode, rows, strict=True) for n, v in row.items()},
+            self.out.with_suffix(".png"),
+        )
         values = ", ".join(f"{v:.2f}" for v in metrics.psnr(shown["predicted"], real))
         print(f"{self.out} and {self.out.with_suffix('.png')}: PSNR of predicted frames {values} dB")
         return 0

@@ -77,11 +77,14 @@ class Train:
         if self.role != "student":
             train_clips = train_clips.one_domain(domain)
         with progress() as report:
+
             def show(passed: float, row: dict[str, Any]) -> None:
                 words = f"step {row['step']}" + (f", loss {row['total']:.3f}" if "total" in row else "")
                 report(f"training the {self.role}", passed, words)
 
-            done = train(Run(model, train_clips, loss, config, self.out, validation(val_clips.one_domain(domain)), show))
+            done = train(
+                Run(model, train_clips, loss, config, self.out, validation(val_clips.one_domain(domain)), show)
+            )
         if not (self.out / "model").exists():
             model.eval().save_pretrained(self.out / "model")
         print(f"{self.out / 'model'}: {self.role} after {done.step} steps, {done.seconds:.0f} s")
@@ -97,8 +100,7 @@ class Train:
             config = replace(config, steps=self.steps, seconds=None)
         if self.seconds is not None:
             config = replace(config, seconds=self.seconds, steps=None)
-        changes = {"batch_size": self.batch_size, "lr": self.lr}
-        return replace(config, **{k: v for k, v in changes.items() if v is not None})
+        return replace(config, batch_size=self.batch_size or config.batch_size, lr=self.lr or config.lr)
 
     def _start(self) -> "WorldModel | None":
         from simforcing.model.world_model import WorldModel, bundled_teacher
@@ -123,6 +125,15 @@ class Train:
         return start, single_loss
 
     def _description(self, found: "Recipe", config: "TrainConfig", data: "Data") -> dict[str, Any]:
-        started = {"role": self.role, "recipe": self.recipe, "training": asdict(config), "start": self.teacher or "scratch"}
+        started = {
+            "role": self.role,
+            "recipe": self.recipe,
+            "training": asdict(config),
+            "start": self.teacher or "scratch",
+        }
         kept = {k: data.header[k] for k in ("source", "codec", "rule", "every")}
-        return started | {"objective": asdict(found.objective) if self.role == "student" else None, "data": kept, "split": data.split}
+        return started | {
+            "objective": asdict(found.objective) if self.role == "student" else None,
+            "data": kept,
+            "split": data.split,
+        }

@@ -65,9 +65,7 @@ class Pair:
             raise SimForcingError(f"{self.out}: exists already; choose another output, or delete it first")
         robot = Robot.load(self.robot, ee=self.ee)
         camera = Camera.load(self.camera_file) if self.camera_file else None
-        offset = (
-            None if self.tool_offset is None else poses(np.array([[*self.tool_offset, 0.0]]), "rotvec")[0]
-        )
+        offset = None if self.tool_offset is None else poses(np.array([[*self.tool_offset, 0.0]]), "rotvec")[0]
         with progress() as report:
             made = pair(
                 self.data,

@@ -20,9 +20,7 @@ INDEX = "index.json"
 _EDGE = 1 << 16
 
 
-def write_cache(
-    directory: Path, header: Mapping[str, Any], shards: Iterable[Mapping[str, np.ndarray]]
-) -> Path:
+def write_cache(directory: Path, header: Mapping[str, Any], shards: Iterable[Mapping[str, np.ndarray]]) -> Path:
     """Write shards of named arrays as they come (one in memory at a time); the directory appears when all are
     done.
 
@@ -32,9 +30,7 @@ def write_cache(
     JSON-able or there is no shard.
     """
     if directory.exists():
-        raise SimForcingError(
-            f"{directory}: already exists and is not overwritten; choose another name or delete it"
-        )
+        raise SimForcingError(f"{directory}: already exists and is not overwritten; choose another name or delete it")
     try:
         text = json.dumps(header, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -96,16 +92,12 @@ def _read_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     try:
         index = json.loads(path.read_text())
-        if not isinstance(index["header"], dict) or not all(
-            "file" in e and "arrays" in e for e in index["shards"]
-        ):
+        if not isinstance(index["header"], dict) or not all("file" in e and "arrays" in e for e in index["shards"]):
             raise SimForcingError(f"{path}: not a cache index; encode again")
     except FileNotFoundError:
         raise SimForcingError(f"{directory}: not a cache (no {INDEX}); encode the dataset first") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SimForcingError(
-            f"{path}: cannot be read ({error}); delete the cache and encode again"
-        ) from error
+        raise SimForcingError(f"{path}: cannot be read ({error}); delete the cache and encode again") from error
     return dict(index)
 
 
@@ -117,9 +109,7 @@ def _read_shard(path: Path, shapes: Mapping[str, list[int]]) -> dict[str, np.nda
             f"{path}: shard is missing or damaged ({error}); delete the cache and encode again"
         ) from error
     if {name: list(array.shape) for name, array in arrays.items()} != dict(shapes):
-        raise SimForcingError(
-            f"{path}: shard does not hold what {INDEX} says; delete the cache and encode again"
-        )
+        raise SimForcingError(f"{path}: shard does not hold what {INDEX} says; delete the cache and encode again")
     return arrays
 
 

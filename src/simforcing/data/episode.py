@@ -71,9 +71,7 @@ class ActionConvention:
             raise SimForcingError(f"action convention: hz is {self.hz}; give a positive rate")
         low, high = self.gripper_range
         if not low < high:
-            raise SimForcingError(
-                f"action convention: gripper_range is {low} to {high}; give the smaller value first"
-            )
+            raise SimForcingError(f"action convention: gripper_range is {low} to {high}; give the smaller value first")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -120,9 +118,7 @@ class Episode:
         """Number of rows, which is also the number of frames of every camera."""
         return len(self.timestamps)
 
-    def frames(
-        self, camera: str, indices: Sequence[int] | slice | None = None
-    ) -> UInt8[np.ndarray, "n H W 3"]:
+    def frames(self, camera: str, indices: Sequence[int] | slice | None = None) -> UInt8[np.ndarray, "n H W 3"]:
         """RGB frames of one camera in the order asked for (None: all of them); only these are decoded.
 
         Raises SimForcingError for an unknown camera (with the nearest name), an index outside 0..length-1
@@ -139,9 +135,7 @@ class Episode:
             rows = [int(i) for i in indices]
         for row in rows:
             if not 0 <= row < self.length:
-                raise SimForcingError(
-                    f"{self.where}: frame {row} is outside its frames 0 to {self.length - 1}"
-                )
+                raise SimForcingError(f"{self.where}: frame {row} is outside its frames 0 to {self.length - 1}")
         return self.decode(self.index, camera, rows)
 
 

@@ -110,9 +110,7 @@ class _Reader:
         for path in dict.fromkeys(self._data_path(index) for index in range(total)):
             if not path.is_file():
                 raise SimForcingError(f"{path}: data file is missing; download or restore it")
-        for path in dict.fromkeys(
-            self._video_path(index, key) for index in range(total) for key in self.cameras
-        ):
+        for path in dict.fromkeys(self._video_path(index, key) for index in range(total) for key in self.cameras):
             self.videos[path] = VideoFile(path, self.fps)
             self.videos[path].check()
 
@@ -121,9 +119,7 @@ class _Reader:
 
     def _data_path(self, index: int) -> Path:
         row = self.episodes[index]
-        return self._fill(
-            "data_path", index, chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
-        )
+        return self._fill("data_path", index, chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
 
     def _video_path(self, index: int, key: str) -> Path:
         row = self.episodes[index]
@@ -135,8 +131,7 @@ class _Reader:
             return self.root / str(self.info[template]).format(episode_index=index, **values)
         except (KeyError, IndexError, ValueError) as error:
             raise SimForcingError(
-                f"{self.root / layout.INFO}: {template} {self.info.get(template)!r} is not a v3.0 path; "
-                "re-export"
+                f"{self.root / layout.INFO}: {template} {self.info.get(template)!r} is not a v3.0 path; re-export"
             ) from error
 
     def load(self, index: int) -> Episode:
@@ -147,9 +142,7 @@ class _Reader:
             raise SimForcingError(f"{where}: no rows in {path}; re-export")
         first, last = rows.spans[index]
         if last - first != row["length"]:
-            raise SimForcingError(
-                f"{where}: length {row['length']} but {last - first} rows in {path}; re-export"
-            )
+            raise SimForcingError(f"{where}: length {row['length']} but {last - first} rows in {path}; re-export")
         cut = {name: column[first:last] for name, column in rows.columns.items()}
         self._check_time(where, cut)
         task_index = int(cut["task_index"][0])
@@ -161,9 +154,7 @@ class _Reader:
                 )
         for name in (STATE, ACTION):
             if not np.isfinite(cut[name]).all():
-                raise SimForcingError(
-                    f"{where}: {name} has values that are missing or not finite; repair {path}"
-                )
+                raise SimForcingError(f"{where}: {name} has values that are missing or not finite; repair {path}")
         timestamps = cut["timestamp"].astype(np.float64)
         return Episode(
             index=index,
@@ -187,8 +178,7 @@ class _Reader:
         if late.max() > 0.5:
             worst = int(late.argmax())
             raise SimForcingError(
-                f"{where}: timestamp of row {worst} does not fit {self.fps:g} rows a second; "
-                "correct fps or re-export"
+                f"{where}: timestamp of row {worst} does not fit {self.fps:g} rows a second; correct fps or re-export"
             )
 
     def _rows(self, path: Path) -> _Rows:
@@ -215,15 +205,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_info(root: Path) -> dict[str, Any]:
     path = root / layout.INFO
     if not path.is_file():
-        raise SimForcingError(
-            f"{root}: not a LeRobot dataset (no {layout.INFO}); give the directory that holds meta/"
-        )
+        raise SimForcingError(f"{root}: not a LeRobot dataset (no {layout.INFO}); give the directory that holds meta/")
     info = _read_json(path)
     version = info.get("codebase_version")
     if version is None:
-        raise SimForcingError(
-            f"{path}: no codebase_version, so not a LeRobot dataset; re-export it as LeRobot v3.0"
-        )
+        raise SimForcingError(f"{path}: no codebase_version, so not a LeRobot dataset; re-export it as LeRobot v3.0")
     if version != layout.VERSION:
         raise SimForcingError(
             f"{path}: LeRobot {version} is not readable by this version, only {layout.VERSION}; "
@@ -247,9 +233,7 @@ def _cameras(root: Path, info: Mapping[str, Any]) -> tuple[str, ...]:
     features: Mapping[str, Mapping[str, Any]] = info["features"]
     cameras = tuple(key for key, feature in features.items() if feature.get("dtype") == "video")
     if not cameras:
-        raise SimForcingError(
-            f"{root / layout.INFO}: no camera of dtype 'video'; export the pictures as video"
-        )
+        raise SimForcingError(f"{root / layout.INFO}: no camera of dtype 'video'; export the pictures as video")
     return cameras
 
 
@@ -261,9 +245,7 @@ def _names(feature: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _convention(
-    root: Path, meta: Mapping[str, Any], action_names: Sequence[str], fps: float
-) -> ActionConvention:
+def _convention(root: Path, meta: Mapping[str, Any], action_names: Sequence[str], fps: float) -> ActionConvention:
     if ACTION in meta:
         try:
             return ActionConvention.from_dict(meta[ACTION])
@@ -302,9 +284,7 @@ def _read_episodes(root: Path, cameras: Sequence[str]) -> list[dict[str, Any]]:
     needed += [f"videos/{key}/{part}" for key in cameras for part in parts]
     paths = sorted((root / layout.EPISODES_DIR).glob("chunk-*/file-*.parquet"))
     if not paths:
-        raise SimForcingError(
-            f"{root / layout.EPISODES_DIR}: no chunk-*/file-*.parquet in it; download or restore it"
-        )
+        raise SimForcingError(f"{root / layout.EPISODES_DIR}: no chunk-*/file-*.parquet in it; download or restore it")
     rows: list[dict[str, Any]] = []
     for path in paths:
         table = _read_table(path, needed)
@@ -320,9 +300,7 @@ def _read_tasks(root: Path) -> dict[int, str]:
     table = _read_table(path)
     text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
-        raise SimForcingError(
-            f"{path}: needs columns task_index and task (there are: {', '.join(table.column_names)})"
-        )
+        raise SimForcingError(f"{path}: needs columns task_index and task (there are: {', '.join(table.column_names)})")
     return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True))
 
 
@@ -337,9 +315,7 @@ def _read_rows(path: Path) -> _Rows:
         if first == last:
             continue
         if int(numbers[first]) in spans:
-            raise SimForcingError(
-                f"{path}: rows of episode {numbers[first]} are not together; re-export the dataset"
-            )
+            raise SimForcingError(f"{path}: rows of episode {numbers[first]} are not together; re-export the dataset")
         spans[int(numbers[first])] = (first, last)
     return _Rows(columns, spans)
 

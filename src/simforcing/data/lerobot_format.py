@@ -53,9 +53,7 @@ class Place:
 
     def next(self) -> Place:
         """The place after this one."""
-        return (
-            Place(self.chunk + 1, 0) if self.file == FILES_PER_CHUNK - 1 else Place(self.chunk, self.file + 1)
-        )
+        return Place(self.chunk + 1, 0) if self.file == FILES_PER_CHUNK - 1 else Place(self.chunk, self.file + 1)
 
     def path(self, root: Path, template: str, **names: str) -> Path:
         """Fill a path template."""
@@ -115,9 +113,7 @@ def tasks_table(tasks: Sequence[str]) -> pa.Table:
         "creator": {"library": "pyarrow", "version": pa.__version__},
         "pandas_version": "2.3.3",
     }
-    table = pa.table(
-        {"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())}
-    )
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
     return table.replace_schema_metadata({"pandas": json.dumps(header)})
 
 
@@ -181,16 +177,11 @@ class PictureSummary:
             "count": [self.frames],
         }
         for name, share in QUANTILES.items():
-            levels = [
-                int(np.searchsorted(row, share * pixels))
-                for row, pixels in zip(cumulative, total, strict=True)
-            ]
+            levels = [int(np.searchsorted(row, share * pixels)) for row, pixels in zip(cumulative, total, strict=True)]
             result[name] = per_channel([at(level) for level in levels])
         return result
 
 
 def episode_stats_columns(stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Per-episode statistics under the column names of the episodes table."""
-    return {
-        f"stats/{feature}/{name}": value for feature, entry in stats.items() for name, value in entry.items()
-    }
+    return {f"stats/{feature}/{name}": value for feature, entry in stats.items() for name, value in entry.items()}

@@ -107,9 +107,7 @@ class LeRobotWriter:
         self._check_arguments()
         self.partial = self.out.with_name(f"{self.out.name}.partial-{os.getpid()}")
         if self.partial.exists():
-            raise SimForcingError(
-                f"{self.partial}: left by another writer of {self.out}; delete it if none is running"
-            )
+            raise SimForcingError(f"{self.partial}: left by another writer of {self.out}; delete it if none is running")
         self.partial.mkdir(parents=True)
         limit = int(video_file_mb * _MB)
         self._tracks = {
@@ -133,9 +131,7 @@ class LeRobotWriter:
             raise SimForcingError(f"{self.out}: no cameras; name at least one with its height and width")
         for key, (height, width) in self.cameras.items():
             if "/" in key or not key:
-                raise SimForcingError(
-                    f"{self.out}: camera key {key!r} cannot name a directory; use dots, not slashes"
-                )
+                raise SimForcingError(f"{self.out}: camera key {key!r} cannot name a directory; use dots, not slashes")
             if min(height, width) < 2 or height % 2 or width % 2:
                 raise SimForcingError(
                     f"{self.out}: camera {key} is {height}x{width}; H.264 needs an even height and width"
@@ -150,9 +146,7 @@ class LeRobotWriter:
         try:
             json.dumps(self.meta, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise SimForcingError(
-                f"{self.out}: meta cannot be stored as JSON ({error}); use plain values"
-            ) from error
+            raise SimForcingError(f"{self.out}: meta cannot be stored as JSON ({error}); use plain values") from error
 
     def add_episode(
         self,
@@ -208,27 +202,20 @@ class LeRobotWriter:
     def _check_frames(self, where: str, frames: Mapping[str, np.ndarray]) -> int:
         for key in frames:
             if key not in self.cameras:
-                raise SimForcingError(
-                    f"{where}: frames for unknown camera {key!r}; {nearest(key, self.cameras)}"
-                )
+                raise SimForcingError(f"{where}: frames for unknown camera {key!r}; {nearest(key, self.cameras)}")
         lengths: dict[str, int] = {}
         for key, (height, width) in self.cameras.items():
             if key not in frames:
-                raise SimForcingError(
-                    f"{where}: no frames for camera {key}; give all of {', '.join(self.cameras)}"
-                )
+                raise SimForcingError(f"{where}: no frames for camera {key}; give all of {', '.join(self.cameras)}")
             value = frames[key]
             if value.dtype != np.uint8 or value.ndim != 4 or value.shape[1:] != (height, width, 3):
                 raise SimForcingError(
-                    f"{where}: camera {key} has {value.dtype} {list(value.shape)}; "
-                    f"give uint8 [N, {height}, {width}, 3]"
+                    f"{where}: camera {key} has {value.dtype} {list(value.shape)}; give uint8 [N, {height}, {width}, 3]"
                 )
             lengths[key] = len(value)
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{key} {count}" for key, count in lengths.items())
-            raise SimForcingError(
-                f"{where}: cameras differ in number of frames ({listed}); give as many of each"
-            )
+            raise SimForcingError(f"{where}: cameras differ in number of frames ({listed}); give as many of each")
         length = next(iter(lengths.values()))
         if length == 0:
             raise SimForcingError(f"{where}: no frames in it; leave empty episodes out")
@@ -241,13 +228,9 @@ class LeRobotWriter:
         if rows.ndim != 2 or rows.shape[1] != width:
             raise SimForcingError(f"{where}: {name} has shape {list(rows.shape)}; give [N, {width}]")
         if len(rows) != length:
-            raise SimForcingError(
-                f"{where}: {length} frames but {len(rows)} rows of {name}; give as many of each"
-            )
+            raise SimForcingError(f"{where}: {length} frames but {len(rows)} rows of {name}; give as many of each")
         if not np.isfinite(rows).all():
-            raise SimForcingError(
-                f"{where}: {name} has values that are not finite; repair or leave the episode out"
-            )
+            raise SimForcingError(f"{where}: {name} has values that are not finite; repair or leave the episode out")
         return np.array(rows, np.float32)
 
     def _index_columns(self, index: int, length: int, task_index: int) -> dict[str, np.ndarray]:
@@ -260,9 +243,7 @@ class LeRobotWriter:
             "task_index": np.full(length, task_index, np.int64),
         }
 
-    def _add_rows(
-        self, values: Mapping[str, np.ndarray], columns: Mapping[str, np.ndarray]
-    ) -> dict[str, Any]:
+    def _add_rows(self, values: Mapping[str, np.ndarray], columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Queue one episode's rows for the current data file; returns where they will be."""
         if self._row_bytes >= self._limits["data"] * _MB:
             self._write_rows()

@@ -64,24 +64,19 @@ class Normalizer:
             bad = np.flatnonzero(~np.isfinite(part).all(axis=0))
             if len(bad):
                 raise SimForcingError(
-                    f"statistics: array {i} has values that are not finite in dimension {bad[0]}; "
-                    "clean the data"
+                    f"statistics: array {i} has values that are not finite in dimension {bad[0]}; clean the data"
                 )
             low = part.min(axis=0) if low is None else np.minimum(low, part.min(axis=0))
             high = part.max(axis=0) if high is None else np.maximum(high, part.max(axis=0))
         if low is None or high is None:
-            raise SimForcingError(
-                "statistics: no rows to compute them from; the selection of episodes is empty"
-            )
+            raise SimForcingError("statistics: no rows to compute them from; the selection of episodes is empty")
         return cls(low, high)
 
     @property
     def scale(self) -> Float32[np.ndarray, "D"]:
         """Factor per dimension."""
         span = self.max - self.min
-        return np.where(
-            span < CONSTANT_RANGE, np.float32(1), np.float32(2) / np.where(span == 0, np.float32(1), span)
-        )
+        return np.where(span < CONSTANT_RANGE, np.float32(1), np.float32(2) / np.where(span == 0, np.float32(1), span))
 
     @property
     def offset(self) -> Float32[np.ndarray, "D"]:
@@ -103,9 +98,7 @@ class Normalizer:
 
     def _check(self, x: np.ndarray) -> None:
         if x.shape[-1:] != self.min.shape:
-            raise SimForcingError(
-                f"normaliser of width {len(self.min)}: got an array of shape {list(x.shape)}"
-            )
+            raise SimForcingError(f"normaliser of width {len(self.min)}: got an array of shape {list(x.shape)}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; float32 values survive the round trip exactly."""

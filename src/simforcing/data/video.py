@@ -52,9 +52,7 @@ class VideoWriter:
 
     def __init__(self, path: Path, *, fps: float, height: int, width: int, crf: int = 12) -> None:
         if height < 2 or width < 2 or height % 2 or width % 2:
-            raise SimForcingError(
-                f"{path}: video size {height}x{width}; give an even height and width (yuv420p)"
-            )
+            raise SimForcingError(f"{path}: video size {height}x{width}; give an even height and width (yuv420p)")
         self.path = path
         self.count = 0
         self.bytes = 0
@@ -125,9 +123,7 @@ class VideoFile:
         if not head:
             raise SimForcingError(f"{self.path}: video file has zero bytes; download or restore it")
         if any(mark in head for mark in _POINTERS):
-            raise SimForcingError(
-                f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)"
-            )
+            raise SimForcingError(f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)")
 
     def at(self, times: Sequence[float]) -> UInt8[np.ndarray, "n H W 3"]:
         """RGB frames at the given times (seconds from the start of the file), in the order given.
@@ -149,9 +145,7 @@ class VideoFile:
                 stream.codec_context.options = {"err_detect": "explode"}
                 self._collect(container, stream, order, found)
         except av.FFmpegError as error:
-            raise SimForcingError(
-                f"{self.path}: cannot be decoded ({error.strerror}); restore the file"
-            ) from error
+            raise SimForcingError(f"{self.path}: cannot be decoded ({error.strerror}); restore the file") from error
         for time in order:
             if time not in found:
                 raise SimForcingError(

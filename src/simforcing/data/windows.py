@@ -36,9 +36,7 @@ class ClipRule:
     def __post_init__(self) -> None:
         for name in ("frames", "stride", "height", "width"):
             if getattr(self, name) < 1:
-                raise SimForcingError(
-                    f"clip rule: {name} is {getattr(self, name)}; give a number of at least 1"
-                )
+                raise SimForcingError(f"clip rule: {name} is {getattr(self, name)}; give a number of at least 1")
 
     @property
     def actions(self) -> int:
@@ -72,9 +70,7 @@ def starts(length: int, rule: ClipRule, every: int = 1) -> list[int]:
     return list(range(0, length - rule.steps + 1, every))
 
 
-def resize_crop(
-    frames: UInt8[np.ndarray, "T h w 3"], height: int, width: int
-) -> UInt8[np.ndarray, "T H W 3"]:
+def resize_crop(frames: UInt8[np.ndarray, "T h w 3"], height: int, width: int) -> UInt8[np.ndarray, "T H W 3"]:
     """Resize so that both sides cover the target, then crop its centre (the released preprocessing).
 
     scale = max(height / h, width / w), size int(x * scale + 0.5), bicubic with antialiasing on uint8
@@ -83,9 +79,7 @@ def resize_crop(
     [T, h, w, 3].
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
-        raise SimForcingError(
-            f"resize: got {frames.dtype} {list(frames.shape)}; give uint8 frames [T, h, w, 3]"
-        )
+        raise SimForcingError(f"resize: got {frames.dtype} {list(frames.shape)}; give uint8 frames [T, h, w, 3]")
     old_height, old_width = frames.shape[1:3]
     if (old_height, old_width) == (height, width):
         return frames
@@ -145,9 +139,7 @@ def _check_window(episode: Episode, start: int, rule: ClipRule) -> None:
     )
 
 
-def _clip(
-    episode: Episode, start: int, rule: ClipRule, frames: dict[str, UInt8[np.ndarray, "T H W 3"]]
-) -> Clip:
+def _clip(episode: Episode, start: int, rule: ClipRule, frames: dict[str, UInt8[np.ndarray, "T H W 3"]]) -> Clip:
     return Clip(
         episode=episode.index,
         start=start,
@@ -181,9 +173,7 @@ def split_episodes(n: int, parts: Mapping[str, float | int | None], seed: int = 
     else:
         sizes = {name: int(size) for name, size in given.items()}
     if sum(sizes.values()) > n:
-        raise SimForcingError(
-            f"split {dict(parts)}: asks for {sum(sizes.values())} of {n} episodes; ask for fewer"
-        )
+        raise SimForcingError(f"split {dict(parts)}: asks for {sum(sizes.values())} of {n} episodes; ask for fewer")
     rest = n - sum(sizes.values())
     order = np.random.default_rng(seed).permutation(n).tolist()
     split: dict[str, list[int]] = {}

@@ -51,9 +51,7 @@ class EvaluationClips:
         return [(int(e), int(s)) for e, s in zip(self.episode, self.start, strict=True)]
 
 
-def evaluation_clips(
-    dataset: Dataset, rule: ClipRule, episodes: list[int], per_episode: int = 1
-) -> EvaluationClips:
+def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_episode: int = 1) -> EvaluationClips:
     """`per_episode` windows of each episode, evenly placed.
 
     Raises:

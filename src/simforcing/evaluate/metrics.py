@@ -96,9 +96,7 @@ def ssim(pred: Videos, true: Videos, *, first_frame: bool = False) -> PerClip:
     values = []
     for p, t in _clips(pred, true, first_frame):
         x, y = (torch.from_numpy(v.transpose(0, 3, 1, 2).astype(np.float32)) for v in (p, t))
-        each = windowed_ssim(
-            x, y, data_range=PEAK, size_average=False, win_size=SSIM_WINDOW, win_sigma=SSIM_SIGMA
-        )
+        each = windowed_ssim(x, y, data_range=PEAK, size_average=False, win_size=SSIM_WINDOW, win_sigma=SSIM_SIGMA)
         values.append(float(each.double().mean()))
     return np.array(values)
 
@@ -160,9 +158,7 @@ _SSIM = (
     f"Gaussian window {SSIM_WINDOW}×{SSIM_WINDOW}, sigma {SSIM_SIGMA}, population covariance, data "
     "range 255, whole windows only; mean over RGB and the predicted frames"
 )
-_SHARPNESS = (
-    "mean gradient magnitude of the prediction's luma divided by the true clip's; 1 is as sharp as the truth"
-)
+_SHARPNESS = "mean gradient magnitude of the prediction's luma divided by the true clip's; 1 is as sharp as the truth"
 
 METRICS: dict[str, Metric] = {
     m.key: m
@@ -196,9 +192,7 @@ def _check(pred: Videos, true: Videos, first_frame: bool) -> None:
             f"predicted and true videos differ in shape: {list(pred.shape)} against {list(true.shape)}"
         )
     if true.shape[1] < (1 if first_frame else 2):
-        raise SimForcingError(
-            "clips of one frame have no predicted frame to score; pass first_frame=True to score it"
-        )
+        raise SimForcingError("clips of one frame have no predicted frame to score; pass first_frame=True to score it")
 
 
 def _clips(

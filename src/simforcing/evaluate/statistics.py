@@ -77,9 +77,7 @@ def paired_difference(
     return Difference(name=f"{name_a} - {name_b}", metric=metric, a=name_a, b=name_b, **interval)
 
 
-def paired_ratio(
-    a: Values, b: Values, n: int = 2000, seed: int = 0, *, clusters: Clusters | None = None
-) -> Interval:
+def paired_ratio(a: Values, b: Values, n: int = 2000, seed: int = 0, *, clusters: Clusters | None = None) -> Interval:
     """Mean of ``a`` divided by mean of ``b`` over the same clips, both resampled together.
 
     The action ratio is ``paired_ratio(error with exchanged actions, error with the true ones)``.
@@ -102,9 +100,7 @@ def bootstrap_columns(
     """`bootstrap` of each column, e.g. of `metrics.psnr_by_frame`: one interval a frame index."""
     table = np.asarray(values, dtype=np.float64)
     if table.ndim != 2:
-        raise SimForcingError(
-            f"expected one row a clip and one column a frame, got shape {list(table.shape)}"
-        )
+        raise SimForcingError(f"expected one row a clip and one column a frame, got shape {list(table.shape)}")
     return [bootstrap(table[:, s], n, seed, clusters=clusters) for s in range(table.shape[1])]
 
 
@@ -113,9 +109,7 @@ def _column(name: str, values: Values) -> Float64[np.ndarray, " B"]:
     if array.ndim != 1 or array.size == 0:
         raise SimForcingError(f"{name}: expected one value a clip, got shape {list(array.shape)}")
     if np.isinf(array).any():
-        raise SimForcingError(
-            f"{name}: infinite for clip {int(np.argmax(np.isinf(array)))}; cap it or mark it nan"
-        )
+        raise SimForcingError(f"{name}: infinite for clip {int(np.argmax(np.isinf(array)))}; cap it or mark it nan")
     return array
 
 

@@ -34,9 +34,7 @@ FONT = str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
 def error_map(pred: Video, true: Video, ceiling: int = ERROR_CEILING) -> Video:
     """|pred - true|, mean over RGB, as a heat map: black where equal, brightest at ``ceiling``."""
     if pred.shape != true.shape:
-        raise SimForcingError(
-            f"an error map needs videos of one shape, got {list(pred.shape)} and {list(true.shape)}"
-        )
+        raise SimForcingError(f"an error map needs videos of one shape, got {list(pred.shape)} and {list(true.shape)}")
     error: Float64[np.ndarray, "T H W"] = np.abs(pred.astype(np.float64) - true.astype(np.float64)).mean(-1)
     colours = colormaps["inferno"](np.clip(error / ceiling, 0, 1))[..., :3]
     return np.asarray(np.rint(colours * 255), dtype=np.uint8)
@@ -51,17 +49,14 @@ def align(videos: Mapping[str, Video]) -> dict[str, Video]:
         raise SimForcingError("no videos to show; give at least one source")
     for name, video in videos.items():
         if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or 0 in video.shape:
-            raise SimForcingError(
-                f"video '{name}' must be uint8 [T, H, W, 3], got {video.dtype} {list(video.shape)}"
-            )
+            raise SimForcingError(f"video '{name}' must be uint8 [T, H, W, 3], got {video.dtype} {list(video.shape)}")
     length = max(len(video) for video in videos.values())
     same = {name: np.repeat(v, length, axis=0) if len(v) == 1 else v for name, v in videos.items()}
     first_name, first = next(iter(same.items()))
     for name, video in same.items():
         if video.shape != first.shape:
             raise SimForcingError(
-                f"videos '{first_name}' and '{name}' differ in shape: "
-                f"{list(first.shape)} and {list(video.shape)}"
+                f"videos '{first_name}' and '{name}' differ in shape: {list(first.shape)} and {list(video.shape)}"
             )
     return same
 

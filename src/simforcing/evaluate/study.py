@@ -50,7 +50,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Models:
-    """The trained models. `scratch` and `finetuned` have seen real video only, `finetuned` starting from the teacher."""
+    """The trained models; `scratch` and `finetuned` have seen real video only, `finetuned` starts from the teacher."""
 
     teacher: Predictor
     student: Predictor
@@ -127,17 +127,16 @@ def choose(study: Study, grid: Grid = Grid(), report: Report = lambda line: None
         ("finetuned", study.models.finetuned),
         ("student", study.models.student),
     ):
-        steps[name] = max(
-            grid.real_steps, key=lambda n, m=model, k=name: value(k, study.plain(m, n), real_steps=n)
-        )
+        found = {n: value(name, study.plain(model, n), real_steps=n) for n in grid.real_steps}
+        steps[name] = max(found, key=found.__getitem__)
     settings, values = {}, {}
     for source in SOURCES:
         best: tuple[float, Setting] | None = None
         for ns in (1,) if source == "rendered" else grid.sim_steps:
             for setting in (Setting(source, w, ns, n) for w in grid.w for n in grid.real_steps):
-                found = value("student", study.predict(setting), **asdict(setting))
-                if best is None or found > best[0]:
-                    best = (found, setting)
+                psnr = value("student", study.predict(setting), **asdict(setting))
+                if best is None or psnr > best[0]:
+                    best = (psnr, setting)
         assert best is not None
         values[source], settings[source] = best
     return Choice(settings, steps, max(PREDICTED, key=lambda s: values[s]), tried)
@@ -210,9 +209,7 @@ def differences(study: Study, headline: str, extra: tuple[str, ...] = ()) -> lis
             for metric in ("psnr_moving", "psnr", "ssim"):
                 a, b = study.scores[name][metric], study.scores[other][metric]
                 result.append(
-                    paired_difference(
-                        a, b, name_a=name, name_b=other, metric=metric, clusters=study.clips.episode
-                    )
+                    paired_difference(a, b, name_a=name, name_b=other, metric=metric, clusters=study.clips.episode)
                 )
     return result
 

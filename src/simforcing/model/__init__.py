@@ -1,0 +1,1 @@
+"""The networks: schedule, codec, text, experts, mixture, simulation condition."""

@@ -52,10 +52,17 @@ class Codec(nn.Module, ABC):
             SimForcingError: frames is not 1 + 4 n, or a side is not a multiple of the stride.
         """
         if frames < 1 or (frames - 1) % self.temporal_stride:
-            raise SimForcingError(f"{frames} frames: the codec takes 1 + {self.temporal_stride} n, such as 13, 21 or 33")
+            raise SimForcingError(
+                f"{frames} frames: the codec takes 1 + {self.temporal_stride} n, such as 13, 21 or 33"
+            )
         if height % self.spatial_stride or width % self.spatial_stride:
             raise SimForcingError(f"{height}x{width} pixels: both must be multiples of {self.spatial_stride}")
-        return (self.channels, 1 + (frames - 1) // self.temporal_stride, height // self.spatial_stride, width // self.spatial_stride)
+        return (
+            self.channels,
+            1 + (frames - 1) // self.temporal_stride,
+            height // self.spatial_stride,
+            width // self.spatial_stride,
+        )
 
     @abstractmethod
     def encode(self, video: Float[Tensor, "B 3 T H W"]) -> Float[Tensor, "B C F h w"]:
@@ -128,7 +135,11 @@ class TinyCodec(Codec):
 
     def _make_decoder(self, config: TinyCodecConfig) -> nn.Sequential:
         first, *rest = config.decoder_widths
-        layers: list[nn.Module] = [nn.Conv2d(2 * config.channels, first, 3, padding=1), _Residual(first), _Residual(first)]
+        layers: list[nn.Module] = [
+            nn.Conv2d(2 * config.channels, first, 3, padding=1),
+            _Residual(first),
+            _Residual(first),
+        ]
         before = first
         for width in rest:
             layers += [nn.Conv2d(before, 4 * width, 3, padding=1), nn.PixelShuffle(2), _Residual(width)]
@@ -146,19 +157,22 @@ class TinyCodec(Codec):
     def blocks(self, chunks: Float[Tensor, "N 12 H W"]) -> Float[Tensor, "N h w block"]:
         """Flattened 4 x 8 x 8 colour blocks, what the linear projection sees."""
         s = self.config.stride
-        return rearrange(chunks, "n c (h p) (w q) -> n h w (c p q)", p=s, q=s)
+        blocks: Tensor = rearrange(chunks, "n c (h p) (w q) -> n h w (c p q)", p=s, q=s)
+        return blocks
 
     def encode_chunks(self, chunks: Float[Tensor, "N 12 H W"]) -> Float[Tensor, "N C h w"]:
         """Normalised latents of single chunks."""
         linear = functional.linear(self.blocks(chunks) - self.mean, self.basis).movedim(-1, 1)
         return (linear + self.encoder(chunks) - self.shift[:, None, None]) / self.scale
 
-    def decode_chunks(self, before: Float[Tensor, "N C h w"], latents: Float[Tensor, "N C h w"]) -> Float[Tensor, "N 12 H W"]:
+    def decode_chunks(
+        self, before: Float[Tensor, "N C h w"], latents: Float[Tensor, "N C h w"]
+    ) -> Float[Tensor, "N 12 H W"]:
         """Four frames from a latent and the one before it."""
         z, past = (x * self.scale + self.shift[:, None, None] for x in (latents, before))
         s = self.config.stride
         flat = functional.linear(z.movedim(1, -1), self.basis.t()) + self.mean
-        linear = rearrange(flat, "n h w (c p q) -> n c (h p) (w q)", p=s, q=s)
+        linear: Tensor = rearrange(flat, "n h w (c p q) -> n c (h p) (w q)", p=s, q=s)
         correction: Tensor = self.decoder(torch.cat([z, past], dim=1))
         return linear + correction
 
@@ -174,7 +188,7 @@ class TinyCodec(Codec):
         z = latents.transpose(1, 2)
         before = torch.cat([z[:, :1], z[:, :-1]], dim=1)
         chunks = self.decode_chunks(before.flatten(0, 1), z.flatten(0, 1)).unflatten(0, z.shape[:2])
-        video = rearrange(chunks, "b f (c t) h w -> b c (f t) h w", t=self.temporal_stride)
+        video: Tensor = rearrange(chunks, "b f (c t) h w -> b c (f t) h w", t=self.temporal_stride)
         return video[:, :, self.temporal_stride - 1 :]
 
     @property
@@ -184,7 +198,11 @@ class TinyCodec(Codec):
         for name, value in sorted(self.state_dict().items()):
             if not name.startswith("decoder."):
                 digest.update(name.encode() + value.half().cpu().contiguous().numpy().tobytes())
-        return {"codec": "tiny", **json.loads(json.dumps(asdict(self.config))), "fingerprint": digest.hexdigest()[:16]}
+        return {
+            "codec": "tiny",
+            **json.loads(json.dumps(asdict(self.config))),
+            "fingerprint": digest.hexdigest()[:16],
+        }
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, half precision, sizes in its header."""
@@ -203,7 +221,8 @@ class TinyCodec(Codec):
         try:
             with safe_open(path, "pt") as file:
                 header = json.loads((file.metadata() or {})["config"])
-            codec = cls(TinyCodecConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in header.items()}))
+            sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header.items()}
+            codec = cls(TinyCodecConfig(**sizes))
             codec.load_state_dict({k: v.float() for k, v in load_file(path).items()})
         except (KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
             raise SimForcingError(f"{path} is not a codec of this package: {error}") from error
@@ -211,7 +230,7 @@ class TinyCodec(Codec):
 
 
 class WanCodec(Codec):
-    """The VAE of Wan2.2-TI2V-5B: 4 x 16 x 16, 48 channels, mean of the posterior, normalised by its published constants."""
+    """The VAE of Wan2.2-TI2V-5B: 4 x 16 x 16, 48 channels; posterior mean, normalised by its published constants."""
 
     def __init__(self, vae: Any, source: str) -> None:
         super().__init__()
@@ -219,6 +238,8 @@ class WanCodec(Codec):
         self.source = source
         self.channels = vae.config.z_dim
         self.spatial_stride = 8 * (vae.config.patch_size or 1)
+        self.mean: Tensor
+        self.std: Tensor
         self.register_buffer("mean", torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1))
         self.register_buffer("std", torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1))
 
@@ -237,7 +258,12 @@ class WanCodec(Codec):
     @property
     def identity(self) -> dict[str, Any]:
         """Name of the weights and sizes."""
-        return {"codec": "wan", "source": self.source, "channels": self.channels, "stride": self.spatial_stride}
+        return {
+            "codec": "wan",
+            "source": self.source,
+            "channels": self.channels,
+            "stride": self.spatial_stride,
+        }
 
 
 def load_codec(source: str | Path = BUNDLED) -> Codec:
@@ -259,4 +285,6 @@ def load_codec(source: str | Path = BUNDLED) -> Codec:
         return WanCodec(vae.eval().requires_grad_(False), path.name)
     if path.is_file():
         return TinyCodec.load(path)
-    raise SimForcingError(f"no codec at {source}: give '{BUNDLED}', a .safetensors file or a directory of AutoencoderKLWan")
+    raise SimForcingError(
+        f"no codec at {source}: give '{BUNDLED}', a .safetensors file or a directory of AutoencoderKLWan"
+    )

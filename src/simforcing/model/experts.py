@@ -9,6 +9,7 @@ An expert may be narrower than its attention (h d != D): the action expert share
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as functional
@@ -40,7 +41,9 @@ class ExpertConfig:
 
 def sinusoid(timestep: Float32[Tensor, "*B"], dim: int) -> Float32[Tensor, "*B {dim}"]:
     """[cos(t w_k), sin(t w_k)], w_k = 10000^(-2k/dim), computed in float64."""
-    rates = torch.exp(-math.log(10000.0) / (dim // 2) * torch.arange(dim // 2, dtype=torch.float64, device=timestep.device))
+    rates = torch.exp(
+        -math.log(10000.0) / (dim // 2) * torch.arange(dim // 2, dtype=torch.float64, device=timestep.device)
+    )
     angle = timestep.double()[..., None] * rates
     return torch.cat([angle.cos(), angle.sin()], dim=-1).float()
 
@@ -90,13 +93,19 @@ def rotate(x: Float[Tensor, "B S h d"], rope: Complex64[Tensor, "S half_d"]) -> 
     return torch.view_as_real(pairs * rope[:, None]).flatten(-2).to(x.dtype)
 
 
-def attend(q: Float[Tensor, "B h Q d"], k: Float[Tensor, "B h K d"], v: Float[Tensor, "B h K d"], mask: Tensor | None = None) -> Float[Tensor, "B h Q d"]:
+def attend(
+    q: Float[Tensor, "B h Q d"],
+    k: Float[Tensor, "B h K d"],
+    v: Float[Tensor, "B h K d"],
+    mask: Tensor | None = None,
+) -> Float[Tensor, "B h Q d"]:
     """softmax(q k^T / sqrt(d)) v. On a CPU in training, written out: the fused kernel's backward is slower there."""
     if q.device.type == "cpu" and torch.is_grad_enabled():
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(dim=-1) @ v
+        scores = scores.softmax(dim=-1)
+        return torch.matmul(scores, v)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -174,7 +183,7 @@ class Block(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
 
     def modulation(self, time: Float[Tensor, "B n 6 D"]) -> tuple[Tensor, ...]:
-        """Shift, scale and gate of attention, then of the feed-forward net; each [B, n, 1, D] for n groups of tokens."""
+        """Shift, scale and gate of attention, then of the feed-forward net; each [B, n, 1, D], n groups of tokens."""
         return tuple((self.scale_shift_table + time).unsqueeze(2).unbind(3))
 
     def cross(self, x: Float[Tensor, "B S D"], text: KeysValues, mask: Tensor | None) -> Float[Tensor, "B S D"]:
@@ -225,7 +234,12 @@ class Expert(nn.Module):
     def text_keys_values(self, context: Float[Tensor, "B L X"]) -> list[KeysValues]:
         """Cross-attention keys and values of every block; they do not depend on the noise level."""
         tokens = self.condition_embedder.text(context)
-        return [block.attn2.keys_values(tokens) for block in self.blocks]
+        return [block.attn2.keys_values(tokens) for block in self.layers]
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks in order."""
+        return cast(list[Block], list(self.blocks))
 
 
 class VideoExpert(Expert):
@@ -243,12 +257,15 @@ class VideoExpert(Expert):
         """Patch tokens in f, h, w order."""
         return patch_linear(patches(latents, self.patch), self.patch_embedding)
 
-    def unembed(self, x: Float[Tensor, "B F hw D"], embedding: Float[Tensor, "B F D"], grid: tuple[int, int]) -> Float[Tensor, "B C F H W"]:
+    def unembed(
+        self, x: Float[Tensor, "B F hw D"], embedding: Float[Tensor, "B F D"], grid: tuple[int, int]
+    ) -> Float[Tensor, "B C F H W"]:
         """Head: modulated by the time embedding itself (not its projection), then patches back to latents."""
         shift, scale = (self.scale_shift_table[:, None] + embedding[:, :, None]).unsqueeze(3).unbind(2)
-        y = self.proj_out(modulated(x, shift, scale, self.config.eps))
+        y: Tensor = self.proj_out(modulated(x, shift, scale, self.config.eps))
         t, p, q = self.patch
-        return rearrange(y, "b f (h w) (t p q c) -> b c (f t) (h p) (w q)", h=grid[0], t=t, p=p, q=q)
+        latents: Tensor = rearrange(y, "b f (h w) (t p q c) -> b c (f t) (h p) (w q)", h=grid[0], t=t, p=p, q=q)
+        return latents
 
 
 class ActionExpert(Expert):

@@ -58,7 +58,7 @@ def action_keys_values(
     zero = torch.zeros(x.shape[0], 1, device=x.device)
     _, time = expert.condition_embedder.time(zero)
     result: list[KeysValues] = []
-    for i, block in enumerate(expert.blocks):
+    for i, block in enumerate(expert.layers):
         shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = (m.squeeze(1) for m in block.modulation(time))
         normed = modulated(x, shift, scale, block.eps)
         result.append(block.attn1.keys_values(normed, rope))
@@ -82,7 +82,7 @@ def denoise(
     rope = video_rope(frames, height, width, expert.config.head_dim).to(latents.device)
     embedding, time = expert.condition_embedder.time(timestep)
     x = expert.embed(latents).unflatten(1, (frames, -1))  # B F hw D: modulations are one a frame
-    for i, block in enumerate(expert.blocks):
+    for i, block in enumerate(expert.layers):
         shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = block.modulation(time)
         action = None if condition.action is None else condition.action[i]
         normed = modulated(x, shift, scale, block.eps).flatten(1, 2)

@@ -52,7 +52,9 @@ class Preparation:
 
     def normalise(self, action: np.ndarray, state: np.ndarray) -> tuple[Tensor, Tensor]:
         """Stored actions [..., a] and states [..., p] to about [-1, 1]."""
-        return torch.from_numpy(self.action_stats.normalize(action)), torch.from_numpy(self.state_stats.normalize(state))
+        return torch.from_numpy(self.action_stats.normalize(action)), torch.from_numpy(
+            self.state_stats.normalize(state)
+        )
 
     def load_codec(self) -> Codec:
         """The codec that the model was trained with.
@@ -62,7 +64,9 @@ class Preparation:
         """
         codec = load_codec(self.codec)
         if self.codec_identity and codec.identity != self.codec_identity:
-            raise SimForcingError(f"codec {self.codec} is {codec.identity}, but the model was trained with {self.codec_identity}")
+            raise SimForcingError(
+                f"codec {self.codec} is {codec.identity}, but the model was trained with {self.codec_identity}"
+            )
         return codec
 
     @cached_property
@@ -72,7 +76,10 @@ class Preparation:
     def to_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Plain values: what goes into `config.json`, and the statistics for `stats.json`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.endswith("_stats")}
-        plain = {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}
+        plain = {
+            k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) and not isinstance(v, type) else v
+            for k, v in values.items()
+        }
         stats = {"action": self.action_stats.to_dict(), "state": self.state_stats.to_dict()}
         return json.loads(json.dumps(plain)), stats
 

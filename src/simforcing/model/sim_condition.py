@@ -3,7 +3,8 @@
 Legend: B batch, C channels, F latent frames, H W latent grid, S video tokens, D width.
 """
 
-import torch
+from typing import cast
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -16,10 +17,18 @@ class SimCondition(nn.Module):
     def __init__(self, num_layers: int, channels: int, dim: int, patch: tuple[int, int, int]) -> None:
         super().__init__()
         self.patch = patch
-        self.blocks = nn.ModuleList([nn.Conv3d(channels, dim, kernel_size=patch, stride=patch) for _ in range(num_layers)])
-        for conv in self.blocks:
+        self.blocks = nn.ModuleList(
+            [nn.Conv3d(channels, dim, kernel_size=patch, stride=patch) for _ in range(num_layers)]
+        )
+        for conv in self.layers:
             nn.init.zeros_(conv.weight)
-            nn.init.zeros_(conv.bias)
+            if conv.bias is not None:
+                nn.init.zeros_(conv.bias)
+
+    @property
+    def layers(self) -> list[nn.Conv3d]:
+        """The projections in order."""
+        return cast(list[nn.Conv3d], list(self.blocks))
 
     def forward(
         self, sim_latents: Float[Tensor, "B C F H W"], gate: Float[Tensor, " B"] | None = None
@@ -29,7 +38,7 @@ class SimCondition(nn.Module):
         The gate is 0 or 1 in training. Any other number is a soft condition: one pass instead of a guided pair.
         """
         flat = patches(sim_latents.detach(), self.patch)
-        residuals = [patch_linear(flat, conv) for conv in self.blocks]
+        residuals = [patch_linear(flat, conv) for conv in self.layers]
         if gate is None:
             return residuals
         factor = gate.to(flat.dtype).view(-1, 1, 1)

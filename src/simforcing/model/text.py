@@ -204,7 +204,7 @@ def _read_cache(path: Path) -> dict[str, Float16[Tensor, "n 384"]]:
     try:
         with safe_open(path, framework="pt") as file:
             found = (file.metadata() or {}).get("encoder")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (OSError, SafetensorError) as error:
         raise SimForcingError(f"text cache {path}: {error}; make it again with MiniLM.save_cache") from error
     if found != MiniLM.name:

@@ -48,7 +48,9 @@ class WorldModelConfig:
         """Inverse of `dataclasses.asdict`; an unknown key is an error."""
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - known):
-            raise SimForcingError(f"model configuration has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise SimForcingError(
+                f"model configuration has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
         nested = {"video": ExpertConfig, "action": ExpertConfig, "flow": Flow}
         values = {k: nested[k](**v) if k in nested else v for k, v in data.items()}
         return cls(**values | {"patch": tuple(data.get("patch", cls.patch))})
@@ -63,13 +65,20 @@ class WorldModel(nn.Module):
     def __init__(self, config: WorldModelConfig, preparation: Preparation | None = None) -> None:
         super().__init__()
         self.preparation = preparation
-        if config.video.attention_dim != config.action.attention_dim or config.video.num_layers != config.action.num_layers:
+        if (
+            config.video.attention_dim != config.action.attention_dim
+            or config.video.num_layers != config.action.num_layers
+        ):
             raise SimForcingError("the experts attend jointly: layers, heads and head width must be the same in both")
         self.config = config
         self.video = VideoExpert(config.video, config.channels, config.patch)
         self.action = ActionExpert(config.action, config.action_dim)
         self.proprio = nn.Linear(config.proprio_dim, config.video.text_dim)
-        self.sim = SimCondition(config.video.num_layers, config.channels, config.video.dim, config.patch) if config.sim_condition else None
+        self.sim = (
+            SimCondition(config.video.num_layers, config.channels, config.video.dim, config.patch)
+            if config.sim_condition
+            else None
+        )
 
     @property
     def flow(self) -> Flow:
@@ -116,7 +125,10 @@ class WorldModel(nn.Module):
         return result
 
     def denoise(
-        self, latents: Float[Tensor, "B C F H W"], timestep: Float32[Tensor, " B"], condition: Condition,
+        self,
+        latents: Float[Tensor, "B C F H W"],
+        timestep: Float32[Tensor, " B"],
+        condition: Condition,
         first_frame_clean: bool = True,
     ) -> Float[Tensor, "B C F H W"]:
         """Velocity. The first latent frame is the condition, clean, and embedded with time 0 unless said otherwise."""
@@ -143,7 +155,7 @@ class WorldModel(nn.Module):
         return self.denoise(latents, timestep, condition)
 
     def unused_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What a world model's output does not depend on: the last action block after its keys and values, the action head."""
+        """What the output does not depend on: the last action block after its keys and values, the action head."""
         last = f"action.blocks.{self.config.action.num_layers - 1}."
         used = ("attn1.to_k", "attn1.to_v", "attn1.norm_k", "scale_shift_table")
         for name, parameter in self.named_parameters():
@@ -197,7 +209,7 @@ class WorldModel(nn.Module):
         if Path(source).is_dir():
             return load_world_model(Path(source))
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
             return load_world_model(Path(snapshot_download(str(source), revision=revision)))
@@ -229,7 +241,9 @@ def load_world_model(root: Path) -> WorldModel:
         config = WorldModelConfig.from_dict(description["model"])
         preparation = None
         if description["preparation"] is not None:
-            preparation = Preparation.from_dict(description["preparation"], json.loads((root / "stats.json").read_text()))
+            preparation = Preparation.from_dict(
+                description["preparation"], json.loads((root / "stats.json").read_text())
+            )
         state = load_file(root / "model.safetensors")
     except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
@@ -248,8 +262,16 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> No
     want = model.state_dict()
     missing = sorted(set(want) - set(state))
     unexpected = sorted(set(state) - set(want))
-    shapes = sorted(f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}" for k in set(want) & set(state) if state[k].shape != want[k].shape)
-    problems = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes)) if names]
+    shapes = sorted(
+        f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
+        for k in set(want) & set(state)
+        if state[k].shape != want[k].shape
+    )
+    problems = [
+        f"{what}: {', '.join(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes))
+        if names
+    ]
     if problems:
         raise SimForcingError(f"{source} does not fit the model; {'; '.join(problems)}")
     model.load_state_dict(state, assign=any(p.is_meta for p in model.parameters()))

@@ -1,0 +1,1 @@
+"""Prediction: one sampler for both stages."""

@@ -42,7 +42,14 @@ class Start:
         """Some of the clips; each keeps its seed."""
         seeds = list(range(len(self))) if self.seeds is None else list(self.seeds)
         sim = None if self.sim_first is None else self.sim_first[rows]
-        return Start(self.real_first[rows], self.action[rows], self.proprio[rows], list(self.tasks)[rows], sim, seeds[rows])
+        return Start(
+            self.real_first[rows],
+            self.action[rows],
+            self.proprio[rows],
+            list(self.tasks)[rows],
+            sim,
+            seeds[rows],
+        )
 
     def with_actions_of(self, other: np.ndarray) -> "Start":
         """The same starts under the actions of other rows."""
@@ -88,17 +95,23 @@ class Predictor:
     @torch.inference_mode()
     def encode(self, frames: UInt8[np.ndarray, "B T H W 3"]) -> Tensor:
         """Latents of videos."""
-        return torch.cat([self.codec.encode(to_unit(torch.from_numpy(part))) for part in np.array_split(frames, _count(len(frames)))])
+        return torch.cat(
+            [self.codec.encode(to_unit(torch.from_numpy(part))) for part in np.array_split(frames, _count(len(frames)))]
+        )
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> UInt8[np.ndarray, "B T H W 3"]:
         """Pictures of latents."""
-        return torch.cat([to_pixels(self.codec.decode(part)) for part in latents.tensor_split(_count(len(latents)))]).numpy()
+        return torch.cat(
+            [to_pixels(self.codec.decode(part)) for part in latents.tensor_split(_count(len(latents)))]
+        ).numpy()
 
     def _first(self, frames: UInt8[np.ndarray, "B H W 3"]) -> Tensor:
         rule = self.preparation.rule
         if frames.shape[1:] != (rule.height, rule.width, 3):
-            raise SimForcingError(f"first frames are {frames.shape[1]}x{frames.shape[2]}; the model takes {rule.height}x{rule.width}")
+            raise SimForcingError(
+                f"first frames are {frames.shape[1]}x{frames.shape[2]}; the model takes {rule.height}x{rule.width}"
+            )
         return self.encode(frames[:, None])
 
     def _inputs(self, start: Start, domain: Domain) -> Inputs:

@@ -35,7 +35,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is given besides the first frame: normalised actions and proprioception, and text of the domain."""
+    """What is given besides the first frame: normalised actions and proprioception, and text of the domain."""
 
     action: Float[Tensor, "B A a"]
     proprio: Float[Tensor, "B p"]
@@ -115,7 +115,7 @@ def two_stages(
     guidance: Guidance = Guidance(),
     sim_model: WorldModel | None = None,
 ) -> Rollout:
-    """Simulation, then the real video under its guidance. `sim_model` (default: the model itself) predicts the simulation."""
+    """Simulation (predicted by `sim_model`, default the model itself), then the real video under its guidance."""
     sim = None
     if guidance.w != 0:
         if first_sim is None:

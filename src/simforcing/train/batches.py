@@ -17,7 +17,6 @@ from simforcing.model.preparation import Preparation
 from simforcing.model.text import Domain
 from simforcing.train.objective import Batch
 
-
 Text = tuple[Float[Tensor, "P L X"], Bool[Tensor, "P L"]]
 
 
@@ -47,9 +46,15 @@ class LatentClips:
             return None if x is None else x[rows]
 
         return replace(
-            self, action=self.action[rows], proprio=self.proprio[rows], task=self.task[rows], episode=self.episode[rows],
-            start=self.start[rows], real=cut(self.real), sim=cut(self.sim),
-        )  # fmt: skip
+            self,
+            action=self.action[rows],
+            proprio=self.proprio[rows],
+            task=self.task[rows],
+            episode=self.episode[rows],
+            start=self.start[rows],
+            real=cut(self.real),
+            sim=cut(self.sim),
+        )
 
     def only(self, episodes: list[int]) -> "LatentClips":
         """The clips of these episodes.
@@ -59,7 +64,9 @@ class LatentClips:
         """
         rows = torch.isin(self.episode, torch.tensor(episodes)).nonzero().flatten()
         if not len(rows):
-            raise SimForcingError(f"no clips of episodes {episodes[:5]}: the split and the encoded clips do not belong together")
+            raise SimForcingError(
+                f"no clips of episodes {episodes[:5]}: the split and the encoded clips do not belong together"
+            )
         return self.select(rows)
 
     def rows(self, size: int, seed: int, step: int) -> list[int]:
@@ -86,8 +93,12 @@ class LatentClips:
                 raise SimForcingError("these clips hold neither real nor simulated latents")
             return Batch(self.sim[rows].float(), action, proprio, *text("sim"))
         batch = Batch(self.real[rows].float(), action, proprio, *text("real"))
-        return batch if self.sim is None else batch._replace(
-            sim_latents=self.sim[rows].float(), sim_text=text("sim")[0], sim_text_mask=text("sim")[1]
+        return (
+            batch
+            if self.sim is None
+            else batch._replace(
+                sim_latents=self.sim[rows].float(), sim_text=text("sim")[0], sim_text_mask=text("sim")[1]
+            )
         )
 
     def one_domain(self, domain: Literal["real", "sim"]) -> "LatentClips":
@@ -102,7 +113,8 @@ class LatentClips:
 def from_cache(arrays: Mapping[str, np.ndarray], tasks: list[str], preparation: Preparation) -> LatentClips:
     """Encoded clips as `train.encode` stored them, prepared for a model."""
     action, proprio = preparation.normalise(arrays["action"], arrays["proprio"])
-    latents = {k: torch.from_numpy(arrays[k]) if k in arrays else None for k in ("real", "sim")}
-    numbers = {k: torch.from_numpy(arrays[k].astype(np.int64)) for k in ("task", "episode", "start")}
-    text = {d: preparation.context(tasks, d) for d in ("real", "sim")}
-    return LatentClips(action=action, proprio=proprio, text=text, **numbers, **latents)
+    task, episode, start = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("task", "episode", "start"))
+    real, sim = (torch.from_numpy(arrays[k]) if k in arrays else None for k in ("real", "sim"))
+    domains: tuple[Domain, ...] = ("real", "sim")
+    text = {d: preparation.context(tasks, d) for d in domains}
+    return LatentClips(action, proprio, task, text, episode, start, real, sim)

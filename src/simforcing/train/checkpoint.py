@@ -42,7 +42,9 @@ def claim_run(out: Path, description: dict[str, Any]) -> None:
             raise SimForcingError(f"{file} is damaged: {error}; choose another --out") from error
         differs = [f"{k}: {v} there, {w} now" for k, v, w in _differences(found, wanted)]
         if differs:
-            raise SimForcingError(f"{out} holds a run of another configuration ({'; '.join(differs[:4])}); choose another --out")
+            raise SimForcingError(
+                f"{out} holds a run of another configuration ({'; '.join(differs[:4])}); choose another --out"
+            )
         return
     if out.exists() and any(out.iterdir()):
         raise SimForcingError(f"{out} is not empty and not a training run; choose another --out")
@@ -80,7 +82,10 @@ def save_checkpoint(out: Path, model: WorldModel, optimizer: torch.optim.Optimiz
     try:
         root.mkdir(exist_ok=True)
         model.save_pretrained(partial)
-        torch.save({"optimizer": optimizer.state_dict(), "step": progress.step, "seconds": progress.seconds}, partial / "trainer.pt")
+        torch.save(
+            {"optimizer": optimizer.state_dict(), "step": progress.step, "seconds": progress.seconds},
+            partial / "trainer.pt",
+        )
         partial.rename(target)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -28,15 +28,26 @@ def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict
     domains = [d for d, key in CAMERAS.items() if key in dataset.cameras]
     if not domains:
         known = ", ".join(dataset.cameras)
-        raise SimForcingError(f"{dataset.root} has neither {REAL} nor {SIM} (cameras: {known}); make pairs with 'simforcing twin pair'")
+        raise SimForcingError(
+            f"{dataset.root} has neither {REAL} nor {SIM} (cameras: {known}); make pairs with 'simforcing twin pair'"
+        )
     return {
-        "codec": codec.identity, "rule": asdict(rule), "every": every, "domains": domains, "source": source_hash(dataset.root),
+        "codec": codec.identity,
+        "rule": asdict(rule),
+        "every": every,
+        "domains": domains,
+        "source": source_hash(dataset.root),
         "action": dataset.action_convention.to_dict(),
-    }  # fmt: skip
+    }
 
 
 def encode_dataset(
-    dataset: Dataset, out: Path, codec: Codec, rule: ClipRule, every: int = 1, report: Callable[[int, int], None] = lambda i, n: None
+    dataset: Dataset,
+    out: Path,
+    codec: Codec,
+    rule: ClipRule,
+    every: int = 1,
+    report: Callable[[int, int], None] = lambda i, n: None,
 ) -> dict[str, Any]:
     """Encodes every window (`every` rows apart) of every episode; returns the header.
 
@@ -54,7 +65,9 @@ def encode_dataset(
         return found
     total = sum(len(starts(n, rule, every)) for n in dataset.lengths)
     if total == 0:
-        raise SimForcingError(f"{dataset.root}: no episode has the {rule.steps} rows of a window; use a shorter clip rule")
+        raise SimForcingError(
+            f"{dataset.root}: no episode has the {rule.steps} rows of a window; use a shorter clip rule"
+        )
     tasks: list[str] = sorted({dataset[i].task for i in range(len(dataset))})
     full = header | {"tasks": tasks, "clips": total}
     clips = iter_clips(dataset, rule, [CAMERAS[d] for d in header["domains"]], every)
@@ -63,7 +76,12 @@ def encode_dataset(
 
 
 def _shards(
-    clips: Iterable[Clip], codec: Codec, domains: list[str], tasks: list[str], total: int, report: Callable[[int, int], None]
+    clips: Iterable[Clip],
+    codec: Codec,
+    domains: list[str],
+    tasks: list[str],
+    total: int,
+    report: Callable[[int, int], None],
 ) -> Iterator[dict[str, np.ndarray]]:
     stream, done = iter(clips), 0
     while batch := list(islice(stream, SHARD)):
@@ -81,5 +99,3 @@ def _shards(
         done += len(batch)
         report(done, total)
         yield shard
-
-

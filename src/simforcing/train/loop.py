@@ -101,7 +101,7 @@ def train(run: Run) -> Progress:
     """Trains to the end of the run, from its newest checkpoint if there is one; the last checkpoint is the result.
 
     Raises:
-        SimForcingError: a checkpoint cannot be written, or the loss was not finite ten steps in a row (names the clips).
+        SimForcingError: a checkpoint cannot be written, or ten steps in a row had no finite loss (names the clips).
     """
     config, model = run.config, run.model
     optimizer = make_optimizer(model, config)
@@ -151,7 +151,7 @@ def _steps(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> It
             group["lr"] = config.lr * config.rate(config.passed(progress)) * group["scale"]
         batch = run.clips.batch(config.batch_size, config.seed, progress.step)
         terms = run.loss(model, batch, step_generator(config.seed, progress.step))
-        terms["total"].backward()  # type: ignore[no-untyped-call]
+        terms["total"].backward()
         norm = nn.utils.clip_grad_norm_(trainable, config.clip)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -161,7 +161,9 @@ def _steps(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> It
             bad += 1
             if bad == MAX_BAD_STEPS:
                 names = run.clips.names(config.batch_size, config.seed, progress.step)
-                raise SimForcingError(f"{bad} steps in a row without a finite gradient; last clips: {', '.join(names[:8])}")
+                raise SimForcingError(
+                    f"{bad} steps in a row without a finite gradient; last clips: {', '.join(names[:8])}"
+                )
         optimizer.zero_grad()
         progress.step += 1
         progress.seconds += time.perf_counter() - began

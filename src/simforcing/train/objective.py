@@ -24,7 +24,7 @@ Latents = Float[Tensor, "B C F H W"]
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The paper's weights. The total is video_weight * 0.5 (real + syn_weight * syn) + motion_weight * the same of motion.
+    """The paper's weights. Total: video_weight * 0.5 (real + syn_weight * syn) + motion_weight * the same of motion.
 
     clean_first_frame: the first latent frame is given, so its clean estimate is itself. False is the released
     behaviour: the estimate then contains the velocity of frame 0, which nothing trains (see docs/decisions.md).
@@ -164,9 +164,10 @@ def student_loss(
 
 
 def _condition(
-    model: WorldModel, batch: Batch, sim_latents: Latents | None = None, gate: Float[Tensor, " B"] | None = None
+    model: WorldModel,
+    batch: Batch,
+    sim_latents: Latents | None = None,
+    gate: Float[Tensor, " B"] | None = None,
 ) -> Condition:
     context, mask = model.context(batch.text, batch.text_mask, batch.proprio)
     return model.condition(batch.action, context, mask, batch.latents.shape[2], sim_latents, gate)
-
-

@@ -85,7 +85,11 @@ def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
     if prepared is None:
         raise SimForcingError(f"{where} does not say how its inputs are prepared; it cannot be trained further here")
     ours, theirs = prepared.to_dict()[0], header
-    pairs = {"codec": (ours["codec_identity"], theirs["codec"]), "rule": (ours["rule"], theirs["rule"]), "action": (ours["action"], theirs["action"])}
+    pairs = {
+        "codec": (ours["codec_identity"], theirs["codec"]),
+        "rule": (ours["rule"], theirs["rule"]),
+        "action": (ours["action"], theirs["action"]),
+    }
     for name, (a, b) in pairs.items():
         if a != b:
             raise SimForcingError(f"{where} was trained with {name} {a}, the data have {b}")
@@ -109,5 +113,3 @@ def distilled_loss(teacher: WorldModel, config: ObjectiveConfig) -> Loss:
         return student_loss(model, teacher, batch, draw(model, batch.latents, config, generator), config)
 
     return loss
-
-

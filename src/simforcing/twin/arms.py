@@ -205,9 +205,7 @@ def widowx250s() -> mujoco.MjSpec:
     )
     b.cylinder(hand, "joint", (-0.012, 0, 0), (0.012, 0, 0), 0.026)
     b.box(hand, "gripper", (0.032, 0, 0), (0.020, 0.048, 0.021), touches=True)
-    b.spec.body("gripper_link").add_site(
-        name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4
-    )
+    b.spec.body("gripper_link").add_site(name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4)
 
     for side, sign in (("left", 1.0), ("right", -1.0)):
         body = b.link(
@@ -244,9 +242,7 @@ def panda() -> mujoco.MjSpec:
     links: list[mujoco.MjsBody] = [b.base]
     for i, (pos, quat, limits, kp) in enumerate(chain, start=1):
         gains = Gains(kp, 0.055 * kp, 120.0)
-        links.append(
-            b.link(links[-1], f"link{i}", pos, quat=quat, joint=f"panda_joint{i}", limits=limits, gains=gains)
-        )
+        links.append(b.link(links[-1], f"link{i}", pos, quat=quat, joint=f"panda_joint{i}", limits=limits, gains=gains))
     _panda_shapes(b, links)
 
     hand_quat = (float(np.cos(-np.pi / 8)), 0.0, 0.0, float(np.sin(-np.pi / 8)))

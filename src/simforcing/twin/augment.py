@@ -69,9 +69,7 @@ class AugmentConfig:
     def __post_init__(self) -> None:
         for name in ("mirror", "reverse", "toggle"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise SimForcingError(
-                    f"augmentation {name}={getattr(self, name)}: a probability lies in [0, 1]"
-                )
+                raise SimForcingError(f"augmentation {name}={getattr(self, name)}: a probability lies in [0, 1]")
         for name in ("speed", "scale"):
             low, high = getattr(self, name)
             if not 0.0 < low <= high:
@@ -80,9 +78,7 @@ class AugmentConfig:
             if getattr(self, name) < 0.0:
                 raise SimForcingError(f"augmentation {name}={getattr(self, name)}: must not be negative")
         if self.max_step <= 0.0 or self.max_turn <= 0.0:
-            raise SimForcingError(
-                f"augmentation max_step={self.max_step}, max_turn={self.max_turn}: must be positive"
-            )
+            raise SimForcingError(f"augmentation max_step={self.max_step}, max_turn={self.max_turn}: must be positive")
 
 
 def augment_trajectory(
@@ -126,9 +122,7 @@ def warped_times(n: int, rng: np.random.Generator, config: AugmentConfig) -> Flo
     return last - np.abs(np.mod(times, 2 * last) - last)
 
 
-def resample(
-    poses: Float64[np.ndarray, "N 7"], times: Float64[np.ndarray, "M"]
-) -> Float64[np.ndarray, "M 7"]:
+def resample(poses: Float64[np.ndarray, "N 7"], times: Float64[np.ndarray, "M"]) -> Float64[np.ndarray, "M 7"]:
     """The path at `times` (frames, within 0..N-1): linear in position and opening, slerp in rotation."""
     frames = np.arange(len(poses), dtype=np.float64)
     out = np.empty((len(times), 7))
@@ -146,9 +140,7 @@ def continuous(poses: Float64[np.ndarray, "N 7"]) -> Float64[np.ndarray, "N 7"]:
     return out
 
 
-def about(
-    poses: Float64[np.ndarray, "N 7"], rotation: Float64[np.ndarray, "3"]
-) -> Float64[np.ndarray, "N 7"]:
+def about(poses: Float64[np.ndarray, "N 7"], rotation: Float64[np.ndarray, "3"]) -> Float64[np.ndarray, "N 7"]:
     """The same rotations with each rotation vector chosen nearest to `rotation`.
 
     So a tool that is turned by about pi has one set of numbers, and not two of opposite sign.
@@ -168,9 +160,7 @@ def _nearest(vector: Float64[np.ndarray, "3"], to: Float64[np.ndarray, "3"]) -> 
     return nearest
 
 
-def smooth_noise(
-    n: int, rng: np.random.Generator, *, knots: int, width: int = 1
-) -> Float64[np.ndarray, "N width"]:
+def smooth_noise(n: int, rng: np.random.Generator, *, knots: int, width: int = 1) -> Float64[np.ndarray, "N width"]:
     """Noise of about unit size that bends at `knots` places, with cosines in between."""
     values = rng.normal(size=(knots, width))
     place = np.linspace(0.0, knots - 1.0, n)
@@ -180,9 +170,7 @@ def smooth_noise(
     return out
 
 
-def limit_speed(
-    poses: Float64[np.ndarray, "N 7"], max_step: float, max_turn: float
-) -> Float64[np.ndarray, "N 7"]:
+def limit_speed(poses: Float64[np.ndarray, "N 7"], max_step: float, max_turn: float) -> Float64[np.ndarray, "N 7"]:
     """Follow the path by at most `max_step` metres and `max_turn` radians a frame, late if it is faster."""
     out = poses.copy()
     for i in range(1, len(out)):

@@ -96,9 +96,7 @@ class Camera:
         local = np.linalg.solve(self.pose, np.column_stack([points, np.ones(len(points))]).T)[:3]
         depth = np.where(local[2] < 0, -local[2], np.nan)
         focal = self.height / 2 / np.tan(np.radians(self.fovy) / 2)
-        return np.column_stack(
-            [self.width / 2 + focal * local[0] / depth, self.height / 2 - focal * local[1] / depth]
-        )
+        return np.column_stack([self.width / 2 + focal * local[0] / depth, self.height / 2 - focal * local[1] / depth])
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `from_dict` reads."""

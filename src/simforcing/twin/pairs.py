@@ -30,9 +30,7 @@ from simforcing.twin.replay import (
 from simforcing.twin.robot import Robot
 
 QA_FRAMES = 8
-_TINT = np.array(
-    [255.0, 90.0, 20.0]
-)  # the simulated arm over the real picture, in the third row of the QA sheet
+_TINT = np.array([255.0, 90.0, 20.0])  # the simulated arm over the real picture, in the third row of the QA sheet
 _WRIST = ("wrist", "hand", "gripper", "tcp")
 
 Report = Callable[[str, int, int], None]
@@ -223,9 +221,7 @@ def _replay(
             skipped.append((number, str(error)))
         tell("replay", done + 1, len(numbers))
     if not plans:
-        raise SimForcingError(
-            f"{data.root}: all {len(skipped)} episodes are out of reach; the first: {skipped[0][1]}"
-        )
+        raise SimForcingError(f"{data.root}: all {len(skipped)} episodes are out of reach; the first: {skipped[0][1]}")
     return plans, skipped
 
 
@@ -243,8 +239,6 @@ def contact_sheet(
     return np.concatenate(rows, axis=0)
 
 
-def _overlay(
-    picture: UInt8[np.ndarray, "H W 3"], mask: Bool[np.ndarray, "H W"]
-) -> UInt8[np.ndarray, "H W 3"]:
+def _overlay(picture: UInt8[np.ndarray, "H W 3"], mask: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W 3"]:
     mixed: Any = np.where(mask[..., None], 0.45 * picture + 0.55 * _TINT, picture)
     return np.asarray(mixed.astype(np.uint8))

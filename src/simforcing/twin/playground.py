@@ -106,9 +106,7 @@ class Rollout:
     real: UInt8[np.ndarray, "N H W 3"] | None
 
 
-def episode(
-    seed: int, config: WorldConfig = WorldConfig(), *, real: bool = True, augment: bool = False
-) -> Rollout:
+def episode(seed: int, config: WorldConfig = WorldConfig(), *, real: bool = True, augment: bool = False) -> Rollout:
     """The episode of `seed`, byte for byte the same on every call.
 
     `real=False` draws the simulation only (`state` is then the commanded pose, `real` None); its picture is
@@ -117,9 +115,7 @@ def episode(
     """
     if seed < 0:
         raise SimForcingError(f"episode seed {seed}: must not be negative")
-    for_script, for_change, for_real = (
-        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3)
-    )
+    for_script, for_change, for_real = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3))
     chosen = setting(config.robot)
     plan = draw_plan(for_script, chosen, config.length)
     poses = path(plan.waypoints, config.length, float(for_script.uniform(*config.speed)), chosen.tool)
@@ -161,9 +157,7 @@ def _finger_values(chosen: Setting, opening: Float64[np.ndarray, "N"]) -> Float6
     return np.stack(columns, axis=-1)
 
 
-def simulate(
-    poses: Float64[np.ndarray, "N 7"], config: WorldConfig = WorldConfig()
-) -> UInt8[np.ndarray, "N H W 3"]:
+def simulate(poses: Float64[np.ndarray, "N 7"], config: WorldConfig = WorldConfig()) -> UInt8[np.ndarray, "N H W 3"]:
     """The simulation view of commanded poses (first frame first): inverse kinematics, no dynamics, no lag."""
     view, chosen = simulation_view(config.robot, config.size), setting(config.robot)
     joints, _ = _follower(config.robot, config.size).follow(matrices(poses))
@@ -239,9 +233,7 @@ class _RealRun:
 
     def _sense(self, picture: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "H W 3"]:
         shift = self.rng.integers(0, 1 << 16, size=2)
-        grain = np.roll(
-            self.grain, (int(shift[0]) % len(self.grain), int(shift[1]) % len(self.grain)), axis=(0, 1)
-        )
+        grain = np.roll(self.grain, (int(shift[0]) % len(self.grain), int(shift[1]) % len(self.grain)), axis=(0, 1))
         noisy = picture * self.exposure + grain
         out: UInt8[np.ndarray, "H W 3"] = np.clip(noisy + 0.5, 0.0, 255.0).astype(np.uint8)
         return out
@@ -272,9 +264,7 @@ class _RealRun:
         shine = np.array([-0.15, 0.3, -1.0]) + spread * rng.uniform(-0.2, 0.2, size=3)
         shine /= np.linalg.norm(shine)
         model.light("lamp").dir[:] = shine
-        model.light("lamp").pos[:] = (
-            np.array(self.chosen.look_at) - 1.0 * shine
-        )  # shadows reach from here to 2 m on
+        model.light("lamp").pos[:] = np.array(self.chosen.look_at) - 1.0 * shine  # shadows reach from here to 2 m on
         model.light("lamp").diffuse[:] = 0.55 + spread * rng.uniform(-0.07, 0.07)
         eye = np.array(self.chosen.camera) + config.camera_shift * np.clip(rng.normal(size=3), -2, 2)
         turn = config.camera_turn * np.clip(rng.normal(size=3), -2, 2)
@@ -401,9 +391,7 @@ def _meta(seeds: Sequence[int], config: WorldConfig, augment: bool) -> dict[str,
     )  # not above: the worker processes do without it and start faster
 
     chosen = setting(config.robot)
-    camera = Camera.look_at(
-        chosen.camera, chosen.look_at, fovy=chosen.fovy, height=config.size, width=config.size
-    )
+    camera = Camera.look_at(chosen.camera, chosen.look_at, fovy=chosen.fovy, height=config.size, width=config.size)
     return {
         "action": ActionConvention(hz=float(config.fps)).to_dict(),
         "robot": {"name": config.robot, "end_effector": "ee"},

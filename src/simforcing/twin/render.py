@@ -62,9 +62,7 @@ class ArmRenderer:
             self._renderer.scene.flags[flag] = 0
         return self._renderer.render()
 
-    def picture(
-        self, q: Float64[np.ndarray, " n"], opening: float | None = None
-    ) -> UInt8[np.ndarray, "H W 3"]:
+    def picture(self, q: Float64[np.ndarray, " n"], opening: float | None = None) -> UInt8[np.ndarray, "H W 3"]:
         """The arm at joints `q`, its gripper at `opening` (0 closed, 1 open, None as the model has it)."""
         return np.array(self._draw(q, opening), dtype=np.uint8)
 
@@ -112,9 +110,13 @@ def _scene(robot: Robot, camera: Camera) -> mujoco.MjModel:
     )
     for direction in ((-0.4, 0.5, -0.8), (0.6, -0.3, -0.7)):
         spec.worldbody.add_light(
-            pos=(0, 0, 3), dir=direction, type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, diffuse=(0.35, 0.35,
-            0.35), specular=(0.1, 0.1, 0.1), castshadow=False,
-        )  # fmt: skip
+            pos=(0, 0, 3),
+            dir=direction,
+            type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL,
+            diffuse=(0.35, 0.35, 0.35),
+            specular=(0.1, 0.1, 0.1),
+            castshadow=False,
+        )
     spec.visual.headlight.ambient = (0.35, 0.35, 0.35)
     spec.visual.headlight.diffuse = (0.35, 0.35, 0.35)
     spec.visual.headlight.specular = (0.0, 0.0, 0.0)
@@ -130,10 +132,7 @@ def _dress(robot: Robot, model: mujoco.MjModel) -> None:
     fingers = {int(model.jnt_bodyid[model.joint(f.joint).id]) for f in robot.fingers}
     last = int(model.jnt_bodyid[model.joint(robot.joint_names[-1]).id])
     lines = [_line(model, int(body)) for body in model.geom_bodyid]
-    arm = [
-        base in line and int(model.geom_type[g]) != mujoco.mjtGeom.mjGEOM_PLANE
-        for g, line in enumerate(lines)
-    ]
+    arm = [base in line and int(model.geom_type[g]) != mujoco.mjtGeom.mjGEOM_PLANE for g, line in enumerate(lines)]
     visual = [ok and model.geom_group[g] < _VISUAL_GROUPS for g, ok in enumerate(arm)]
     shown = visual if any(visual) else arm
     for geom, line in enumerate(lines):

@@ -92,9 +92,7 @@ def action_targets(
     change = poses(action, convention.rotation)
     out = [start[0]]
     for i in range(len(action) - 1):
-        out.append(
-            _moved(start[i] if convention.relative_to == "state" else out[-1], change[i], convention.frame)
-        )
+        out.append(_moved(start[i] if convention.relative_to == "state" else out[-1], change[i], convention.frame))
     return np.stack(out)
 
 
@@ -151,8 +149,7 @@ def joint_path(
     for name, rows in (("state", episode.state), ("action", episode.action)):
         if rows.ndim != 2 or rows.shape[1] != _WIDTH:
             raise SimForcingError(
-                f"{episode.where}: {name} has {rows.shape[-1]} numbers a row; "
-                "replay needs 7 (xyz, rotation, gripper)"
+                f"{episode.where}: {name} has {rows.shape[-1]} numbers a row; replay needs 7 (xyz, rotation, gripper)"
             )
     targets = poses(episode.state, rotation)
     gripper = openings(episode.state[:, 6], convention)

@@ -22,10 +22,26 @@ BUNDLED = ("widowx250s", "panda")
 # Frames whose pose a controller reports, in order of preference. `panda_link8` comes before the hand: it is
 # the frame of DROID's cartesian states (forward kinematics of its joints meets them to 0.001 mm, no offset).
 EE_NAMES = (
-    "ee", "panda_link8", "fr3_link8", "ee_gripper_link", "panda_hand_tcp", "panda_hand", "fr3_hand_tcp",
-    "fr3_hand", "tool0", "tcp", "grasp_site", "pinch", "attachment_site", "gripper_site", "gripperframe",
-    "gripper_link", "ee_link", "end_effector", "hand",
-)  # fmt: skip
+    "ee",
+    "panda_link8",
+    "fr3_link8",
+    "ee_gripper_link",
+    "panda_hand_tcp",
+    "panda_hand",
+    "fr3_hand_tcp",
+    "fr3_hand",
+    "tool0",
+    "tcp",
+    "grasp_site",
+    "pinch",
+    "attachment_site",
+    "gripper_site",
+    "gripperframe",
+    "gripper_link",
+    "ee_link",
+    "end_effector",
+    "hand",
+)
 _GRIPPER = re.compile(r"finger|gripper|jaw|knuckle|claw", re.IGNORECASE)
 _HINGE_SLIDE = (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE))
 _UNLIMITED = 2 * np.pi  # range given to a joint without limits
@@ -127,9 +143,7 @@ class Robot:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return cls(_read(path), name=path.stem, ee=ee, source=str(path), sha256=digest)
 
-    def set_joints(
-        self, data: mujoco.MjData, q: Float64[np.ndarray, " n"], opening: float | None = None
-    ) -> None:
+    def set_joints(self, data: mujoco.MjData, q: Float64[np.ndarray, " n"], opening: float | None = None) -> None:
         """Write arm joints `q`, gripper `opening` (0 closed, 1 open) and body poses into `data`."""
         data.qpos[:] = self._rest
         data.qpos[self._qpos] = q
@@ -192,9 +206,7 @@ class Robot:
         """
         poses = np.asarray(targets, dtype=np.float64)
         if poses.ndim != 3 or poses.shape[1:] != (4, 4) or not np.isfinite(poses).all():
-            raise SimForcingError(
-                f"robot {self.name}: ik needs finite targets [N, 4, 4], not {list(poses.shape)}"
-            )
+            raise SimForcingError(f"robot {self.name}: ik needs finite targets [N, 4, 4], not {list(poses.shape)}")
         tolerance = (position_tolerance, rotation_tolerance)
         q = np.clip(self.home if q0 is None else np.asarray(q0, dtype=np.float64), *self.limits.T)
         rows: list[Float64[np.ndarray, " n"]] = []
@@ -363,9 +375,7 @@ def _home(
     return np.asarray(np.clip(rest, *limits.T) if model.nkey else limits.mean(axis=1))
 
 
-def _fingers(
-    model: mujoco.MjModel, rest: Float64[np.ndarray, " nq"], chain: Sequence[int]
-) -> tuple[Finger, ...]:
+def _fingers(model: mujoco.MjModel, rest: Float64[np.ndarray, " nq"], chain: Sequence[int]) -> tuple[Finger, ...]:
     """Gripper joints, those below the last arm joint; opening one moves its link away from the others."""
     last = int(model.jnt_bodyid[chain[-1]])
     joints = [

@@ -269,9 +269,7 @@ def _furniture(spec: mujoco.MjSpec, chosen: Setting) -> None:
     world = spec.worldbody
     centre = [(x0 + x1) / 2, (y0 + y1) / 2, -0.0005]
     half = [(x1 - x0) / 2, (y1 - y0) / 2, 1.0]
-    world.add_geom(
-        name="table", type=plane, pos=centre, size=half, material="table0", contype=0, conaffinity=0
-    )
+    world.add_geom(name="table", type=plane, pos=centre, size=half, material="table0", contype=0, conaffinity=0)
     # what things stand on: seen as the table, so it is in a group that is not drawn
     world.add_geom(
         name="ground",
@@ -300,9 +298,7 @@ def _things(spec: mujoco.MjSpec) -> None:
         body.add_freejoint(name=name)
         rolls = kind == kinds.mjGEOM_SPHERE
         friction = [1.0, 0.02, 0.004] if rolls else [0.8, 0.01, 0.001]
-        body.add_geom(
-            name=name, type=kind, size=size, mass=mass, friction=friction, condim=6 if rolls else 4, **touch
-        )
+        body.add_geom(name=name, type=kind, size=size, mass=mass, friction=friction, condim=6 if rolls else 4, **touch)
     plate = spec.worldbody.add_body(name="plate")
     plate.add_geom(
         name="plate",
@@ -395,9 +391,7 @@ class Follower:
         mujoco.mj_kinematics(self.model, self.data)
         mujoco.mj_comPos(self.model, self.data)
 
-    def _error(
-        self, q: Float64[np.ndarray, "n"], pose: Float64[np.ndarray, "4 4"]
-    ) -> Float64[np.ndarray, "6"]:
+    def _error(self, q: Float64[np.ndarray, "n"], pose: Float64[np.ndarray, "4 4"]) -> Float64[np.ndarray, "6"]:
         """Translation (m) and rotation vector (rad) from the pose at `q` to `pose`, in the base frame."""
         self._place(q)
         error = np.empty(6)

@@ -237,9 +237,7 @@ def _move(rng: np.random.Generator, chosen: Setting, layout: Layout) -> tuple[st
 
 def _signal(rng: np.random.Generator, chosen: Setting, layout: Layout) -> tuple[str, list[Waypoint]]:
     points = _wander(rng, chosen, 6, float(rng.integers(2)), low=0.06)
-    toggled = [
-        Waypoint(p.pos, p.yaw, p.pitch, float((i + int(points[0].opening)) % 2)) for i, p in enumerate(points)
-    ]
+    toggled = [Waypoint(p.pos, p.yaw, p.pitch, float((i + int(points[0].opening)) % 2)) for i, p in enumerate(points)]
     return "open and close the gripper", toggled
 
 

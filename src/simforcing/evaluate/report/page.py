@@ -76,9 +76,7 @@ def with_error(clip: Clip) -> dict[str, strips.Video]:
     """The clip's videos at one length, with the heat map of |prediction - truth| where it has both."""
     videos = strips.align(clip.videos)
     if clip.truth in videos and clip.prediction in videos:
-        videos[f"|{clip.prediction} − {clip.truth}|"] = strips.error_map(
-            videos[clip.prediction], videos[clip.truth]
-        )
+        videos[f"|{clip.prediction} − {clip.truth}|"] = strips.error_map(videos[clip.prediction], videos[clip.truth])
     return videos
 
 

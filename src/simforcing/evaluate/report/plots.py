@@ -123,9 +123,7 @@ def difference_plots(differences: Sequence[Difference]) -> list[Plot]:
         names = [f"{d['a']} − {d['b']}" for d in group]
         figure, axes = _figure(height=0.7 + 0.5 * len(group))
         _dots(axes, names, group, _axis("difference", metric.unit), reference=0.0)
-        said = "; ".join(
-            f"{n}: {signed(d, metric.digits, metric.unit)}" for n, d in zip(names, group, strict=True)
-        )
+        said = "; ".join(f"{n}: {signed(d, metric.digits, metric.unit)}" for n, d in zip(names, group, strict=True))
         plots.append(_plot(figure, metric.label, f"Paired differences. {said}"))
     return plots
 
@@ -158,9 +156,7 @@ def training_plots(runs: Sequence[TrainingCurve]) -> list[Plot]:
         for i, run in enumerate(having):
             steps, values = _thin(run.values[key])
             axes.plot(steps, values, **_line(i, run.name, marked=len(steps) <= MARKED_POINTS))
-            said.append(
-                f"{run.name}: {values[0]:.3g} at step {steps[0]:.0f}, {values[-1]:.3g} at {steps[-1]:.0f}"
-            )
+            said.append(f"{run.name}: {values[0]:.3g} at step {steps[0]:.0f}, {values[-1]:.3g} at {steps[-1]:.0f}")
         axes.set_xlabel("training step")
         axes.set_ylabel(key)
         _legend(axes, len(having))
@@ -205,7 +201,7 @@ def _dots(
     """A line a name: the point is filled where its interval leaves the reference out, else open."""
     beside = axes.get_yaxis_transform()
     for row, (name, value) in enumerate(zip(names, values, strict=True)):
-        axes.text(0, row - 0.22, name, transform=beside, va="bottom", bbox=PATCH)
+        axes.text(0, row - 0.22, name, transform=beside, va="bottom", bbox=PATCH, in_layout=False)
         clear = value["low"] > reference or value["high"] < reference
         axes.plot([value["low"], value["high"]], [row, row], color=SERIES[0], linewidth=2.2, alpha=0.55)
         face = SERIES[0] if clear else PAPER

@@ -62,8 +62,7 @@ def compare(differences: Sequence[Difference]) -> list[Comparison]:
     for difference in differences:
         pairs.setdefault((difference["a"], difference["b"]), []).append(difference)
     return [
-        Comparison(verdict(first), [(verdict(d).outcome, _short(d)) for d in rest])
-        for first, *rest in pairs.values()
+        Comparison(verdict(first), [(verdict(d).outcome, _short(d)) for d in rest]) for first, *rest in pairs.values()
     ]
 
 
@@ -75,8 +74,10 @@ def _short(difference: Difference) -> str:
 def action_verdict(name: str, ratio: Interval) -> Verdict:
     """Whether a model follows its actions, from error with exchanged actions / error with the true ones."""
     evidence = f"action ratio {with_interval(ratio, 2)}"
-    if not ratio["low"] > 1:
+    if ratio["low"] <= 1 and ratio["high"] < TRAINED_RATIO:
         return Verdict("no", f"{name} does NOT use its actions:", evidence)
+    if not ratio["low"] > 1:
+        return Verdict("open", f"{name} is not shown to use its actions:", evidence)
     if ratio["mean"] < TRAINED_RATIO:
         return Verdict("open", f"{name} hardly uses its actions (below {TRAINED_RATIO}):", evidence)
     return Verdict("yes", f"{name} uses its actions:", evidence)
@@ -99,9 +100,7 @@ def bounds(interval: Mapping[str, float] | Interval | Difference, digits: int) -
 
 def with_interval(interval: Interval | Difference, digits: int, unit: str = "") -> str:
     """``14.68 dB [14.51, 14.86]``."""
-    return " ".join(
-        part for part in (number(interval["mean"], digits), unit, bounds(interval, digits)) if part
-    )
+    return " ".join(part for part in (number(interval["mean"], digits), unit, bounds(interval, digits)) if part)
 
 
 def signed(interval: Interval | Difference, digits: int, unit: str = "") -> str:
