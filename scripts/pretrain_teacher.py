@@ -45,7 +45,7 @@ class Args:
     held_out: int = 100
     workers: int = 2
     threads: int = 1
-    every: int = 2  # rows between the starts of windows
+    every: int = 4  # rows between the starts of windows
     render_only: bool = False
 
 

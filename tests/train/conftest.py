@@ -52,17 +52,14 @@ def random_clips(n: int = CLIPS, seed: int = 0) -> LatentClips:
     )
 
 
-def student_run(out: Path, **changes: Any) -> Run:
-    """A student of 12 steps, with a checkpoint after each, that is a run of its own directory."""
-    arguments: dict[str, Any] = {
-        "steps": 12, "batch_size": 3, "lr": 1e-2, "log_every": 1, "checkpoint_seconds": 0.0, "seed": 5,
-    }  # fmt: skip
-    config = TrainConfig(**arguments | {k: v for k, v in changes.items() if k in TrainConfig.__dataclass_fields__})
-    rest = {k: v for k, v in changes.items() if k not in TrainConfig.__dataclass_fields__}
-    claim_run(out, {"test": "student", "steps": config.steps})
+def student_run(out: Path, *, config: dict[str, Any] | None = None, **parts: Any) -> Run:
+    """A student of 12 steps with a checkpoint and a log row after each; claims its directory."""
+    defaults: dict[str, Any] = {"steps": 12, "batch_size": 3, "lr": 1e-2, "log_every": 1, "checkpoint_seconds": 0.0}
+    training = TrainConfig(**defaults | (config or {}))
+    claim_run(out, {"steps": training.steps})
     teacher = tiny(seed=1, sim_condition=False)
-    loss = distilled_loss(teacher, ObjectiveConfig())
-    return Run(**{"model": student_of(teacher), "clips": random_clips(), "loss": loss, "config": config, "out": out} | rest)
+    values = {"model": student_of(teacher), "loss": distilled_loss(teacher, ObjectiveConfig())} | parts
+    return Run(clips=random_clips(), config=training, out=out, **values)
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +100,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(path, "pt") as file:
         meta = file.metadata()
         loaded = {k: json.loads(meta[k]) for k in ("config", "no_grad", "zero_grad") if k in meta}
-        return {k: file.get_tensor(k) for k in file.keys()}, loaded  # noqa: SIM118
+        return {k: file.get_tensor(k) for k in file.keys()}, loaded
 
 
 def _expert(config: dict[str, Any]) -> ExpertConfig:

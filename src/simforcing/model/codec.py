@@ -82,7 +82,7 @@ class Codec(nn.Module, ABC):
 class TinyCodecConfig:
     """Sizes of the small codec."""
 
-    channels: int = 32
+    channels: int = 40
     stride: int = 8
     encoder_widths: tuple[int, ...] = (32, 64, 96)
     decoder_widths: tuple[int, ...] = (96, 64, 48)
@@ -163,7 +163,8 @@ class TinyCodec(Codec):
     def encode_chunks(self, chunks: Float[Tensor, "N 12 H W"]) -> Float[Tensor, "N C h w"]:
         """Normalised latents of single chunks."""
         linear = functional.linear(self.blocks(chunks) - self.mean, self.basis).movedim(-1, 1)
-        return (linear + self.encoder(chunks) - self.shift[:, None, None]) / self.scale
+        latents: Tensor = (linear + self.encoder(chunks) - self.shift[:, None, None]) / self.scale
+        return latents
 
     def decode_chunks(
         self, before: Float[Tensor, "N C h w"], latents: Float[Tensor, "N C h w"]
@@ -174,7 +175,8 @@ class TinyCodec(Codec):
         flat = functional.linear(z.movedim(1, -1), self.basis.t()) + self.mean
         linear: Tensor = rearrange(flat, "n h w (c p q) -> n c (h p) (w q)", p=s, q=s)
         correction: Tensor = self.decoder(torch.cat([z, past], dim=1))
-        return linear + correction
+        frames: Tensor = linear + correction
+        return frames
 
     def encode(self, video: Float[Tensor, "B 3 T H W"]) -> Float[Tensor, "B C F h w"]:
         """See `Codec.encode`."""

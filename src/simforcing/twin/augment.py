@@ -61,10 +61,10 @@ class AugmentConfig:
     scale: tuple[float, float] = (0.7, 1.3)
     turn: float = 0.4
     waypoints: float = 0.05
-    noise: float = 0.006
+    noise: float = 0.004
     toggle: float = 0.35
-    max_step: float = 0.075
-    max_turn: float = 0.35
+    max_step: float = 0.048
+    max_turn: float = 0.24
 
     def __post_init__(self) -> None:
         for name in ("mirror", "reverse", "toggle"):

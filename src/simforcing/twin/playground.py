@@ -60,7 +60,7 @@ class WorldConfig:
 
     size: int = 128
     fps: int = 5
-    length: int = 29
+    length: int = 33
     robot: str = "widowx250s"
     lag: float = 0.045
     gain_error: float = 0.03

@@ -63,15 +63,15 @@ def draw_plan(rng: np.random.Generator, chosen: Setting, frames: int) -> Plan:
 def path(
     waypoints: Sequence[Waypoint], frames: int, speed: float, tool: Float64[np.ndarray, "3 3"]
 ) -> Float64[np.ndarray, "N 7"]:
-    """One pose a frame along the waypoints: `speed` metres, 0.3 rad or half the gripper's range a frame."""
+    """One pose a frame along the waypoints: `speed` metres, 0.2 rad or half the gripper's range a frame."""
     rows: list[Float64[np.ndarray, "6"]] = [_row(waypoints[0])]
     for before, after in pairwise(waypoints):
         start, end = _row(before), _row(after)
         change = end - start
         need = (
             np.linalg.norm(change[:3]) / speed,
-            abs(change[3]) / 0.30,
-            abs(change[4]) / 0.30,
+            abs(change[3]) / 0.20,
+            abs(change[4]) / 0.20,
             abs(change[5]) / 0.5,
         )
         count = max(1, int(np.ceil(max(need) - 0.25)))
