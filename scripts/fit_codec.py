@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as functional
 import tyro
 from torch import Tensor
 
@@ -81,8 +82,8 @@ def fit_linear(codec: TinyCodec, videos: Tensor, rng: torch.Generator) -> None:
     codec.basis.data.copy_(basis.float())
 
 
-def draw_chunks(videos: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """n chunks of 4 frames and the chunks before them, as crops [n, 12, 32, 32] in [-1, 1]; a fifth are still frames.
+def draw_chunks(videos: Tensor, n: int, rng: torch.Generator, size: int = CROP) -> tuple[Tensor, Tensor]:
+    """n chunks of 4 frames and the chunks before them, as crops [n, 12, size, size] in [-1, 1]; a fifth are stills.
 
     Of four random places the one where most happens (motion, colour) is taken three times in four.
     """
@@ -91,17 +92,17 @@ def draw_chunks(videos: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, T
     view = torch.randint(2, (n,), generator=rng)
     start = torch.randint(0, length - 8, (n,), generator=rng)
     kind = torch.rand(n, generator=rng)
-    rows = torch.randint((height - CROP) // 8 + 1, (n, 4), generator=rng) * 8
-    columns = torch.randint((width - CROP) // 8 + 1, (n, 4), generator=rng) * 8
+    rows = torch.randint((height - size) // 8 + 1, (n, 4), generator=rng) * 8
+    columns = torch.randint((width - size) // 8 + 1, (n, 4), generator=rng) * 8
     best = torch.rand(n, generator=rng) < 0.75
     chunks, before = [], []
     for k in range(n):
         clip = videos[i[k], view[k], start[k] : start[k] + 8].float() / 127.5 - 1  # 8 H W 3
         happens = (clip[7] - clip[4]).abs().amax(-1) + 0.5 * (clip[4].amax(-1) - clip[4].amin(-1))
         places = [(int(r), int(c)) for r, c in zip(rows[k], columns[k], strict=True)]
-        busy = [float(happens[r : r + CROP, c : c + CROP].mean()) for r, c in places]
+        busy = [float(happens[r : r + size, c : c + size].mean()) for r, c in places]
         r, c = places[int(np.argmax(busy)) if best[k] else 0]
-        crop = clip[:, r : r + CROP, c : c + CROP].permute(3, 0, 1, 2)  # 3 8 h w
+        crop = clip[:, r : r + size, c : c + size].permute(3, 0, 1, 2)  # 3 8 h w
         if kind[k] < 0.2:
             crop = crop[:, 7:].expand(-1, 8, -1, -1)
         elif kind[k] < 0.4:  # the chunk before is a still first frame
@@ -114,7 +115,7 @@ def draw_chunks(videos: Tensor, n: int, rng: torch.Generator) -> tuple[Tensor, T
 def loss_of(
     codec: TinyCodec, before: Tensor, chunk: Tensor, noise: float, rng: torch.Generator, frozen: bool
 ) -> Tensor:
-    """Smoothed absolute error, more where the picture moves, and of its gradients."""
+    """Smoothed absolute error, more where the picture moves or has detail, and of its gradients."""
     with torch.set_grad_enabled(not frozen):
         z, past = codec.encode_chunks(chunk), codec.encode_chunks(before)
     spread = noise * z.detach().std()
@@ -122,7 +123,9 @@ def loss_of(
     error = codec.decode_chunks(past, z) - chunk
     frames = chunk.unflatten(1, (3, 4))
     moving = (frames - before.unflatten(1, (3, 4))[:, :, -1:]).abs().amax(1, keepdim=True) > 0.1
-    weight = 1 + 3 * moving.float()
+    blurred = functional.avg_pool2d(chunk, 9, stride=1, padding=4, count_include_pad=False)
+    detail = (chunk - blurred).unflatten(1, (3, 4)).abs().amax(1, keepdim=True) > 0.12  # edges and small things
+    weight = 1 + 3 * moving.float() + 2 * detail.float()
     smooth = (error.square() + 1e-4).sqrt().unflatten(1, (3, 4))
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     return (weight * smooth).mean() / weight.mean() + 0.5 * edges + 1e-3 * z.square().mean()
@@ -181,7 +184,9 @@ def fit(codec: TinyCodec, videos: Tensor, test: Tensor, args: Args, rng: torch.G
         rate = min(passed / 0.02, 1.0) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * passed)))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate
-        loss = loss_of(codec, *draw_chunks(videos, args.batch, rng), args.noise, rng, args.refine)
+        # Whole pictures for the decoder alone: its norms see what they will see in use.
+        size, n = (args.size, args.batch // 3) if args.refine else (CROP, args.batch)
+        loss = loss_of(codec, *draw_chunks(videos, n, rng, size), args.noise, rng, args.refine)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -26,7 +26,7 @@ RECIPES: dict[str, Recipe] = {
         teacher=replace(_DEMO_RUN, lr=2e-3),
         student=_DEMO_RUN,
         baseline=_DEMO_RUN,
-        window_every=2,
+        window_every=4,
         notes=(
             "64 x 64 pixels, 13 frames, absolute target poses, action positions on the video's time axis and one text "
             "token: departures from the released setting that let a model follow actions after minutes on a CPU.",

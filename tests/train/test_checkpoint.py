@@ -234,14 +234,14 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit", [1_000, 20_000, 200_000])
+@pytest.mark.parametrize("limit", [500, 20_000, 200_000])
 def test_a_real_failed_write_leaves_the_earlier_checkpoint_intact(
     tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], limit: int
 ) -> None:
     """The limits stop the configuration, the weights, and the optimiser's state."""
     first = save_checkpoint(tmp_path, *state, Progress(3))
     sizes = {p.name: p.stat().st_size for p in first.iterdir()}
-    assert 1_000 < sizes["config.json"] < 20_000 < sizes["model.safetensors"] < 200_000 < sizes["trainer.pt"]
+    assert 500 < sizes["config.json"] < 20_000 < sizes["model.safetensors"] < 200_000 < sizes["trainer.pt"]
     with files_of_at_most(limit), pytest.raises(SimForcingError, match="earlier checkpoints are intact"):
         save_checkpoint(tmp_path, *state, Progress(4))
     assert names(tmp_path) == ["step-00000003"]

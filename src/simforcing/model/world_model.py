@@ -9,14 +9,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float32, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from simforcing.model.flow import Flow
 from simforcing.model.mixture import Condition, action_keys_values, denoise
 from simforcing.model.preparation import Preparation
 from simforcing.model.sim_condition import SimCondition
+
+if TYPE_CHECKING:
+    from simforcing.predict.predictor import Prediction, Predictor
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class WorldModel(nn.Module):
     def __init__(self, config: WorldModelConfig, preparation: Preparation | None = None) -> None:
         super().__init__()
         self.preparation = preparation
+        self._predictor: Predictor | None = None
         if (
             config.video.attention_dim != config.action.attention_dim
             or config.video.num_layers != config.action.num_layers
@@ -154,6 +159,34 @@ class WorldModel(nn.Module):
         condition = self.condition(action, context, context_mask, latents.shape[2], sim_latents, sim_gate)
         return self.denoise(latents, timestep, condition)
 
+    def predict(
+        self,
+        first_real: UInt8[np.ndarray, "B H W 3"],
+        first_sim: UInt8[np.ndarray, "B H W 3"] | None,
+        action: Float32[np.ndarray, "B A a"],
+        proprio: Float32[np.ndarray, "B p"],
+        instruction: Sequence[str],
+        w: float = 0.6,
+        sim_steps: int = 1,
+        real_steps: int = 10,
+        seed: int = 0,
+    ) -> "Prediction":
+        """Videos that follow first frames under actions, batched: pixels, stored numbers and words in, pixels out.
+
+        action and proprio in the units and convention of the data that the model was trained on. `first_sim` may be
+        None with w = 0. The noise of clip i follows from seed + i.
+
+        Raises:
+            SimForcingError: sizes do not fit, or w > 0 without a simulated first frame.
+        """
+        from simforcing.predict.predictor import Predictor, Start  # the room below: this method is its front door
+
+        seeds = [seed + i for i in range(len(instruction))]
+        start = Start(first_real, action, proprio, list(instruction), first_sim, seeds)
+        if self._predictor is None:
+            self._predictor = Predictor(self)
+        return self._predictor.predict(start, w, sim_steps, real_steps)
+
     def unused_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the output does not depend on: the last action block after its keys and values, the action head."""
         last = f"action.blocks.{self.config.action.num_layers - 1}."
@@ -172,8 +205,10 @@ class WorldModel(nn.Module):
 
     # -- saving and loading -----------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors` to a temporary directory and renames it.
+    def save_pretrained(self, directory: str | Path, half: bool = False) -> None:
+        """Writes `config.json`, `stats.json` and `model.safetensors` to a temporary directory and renames it.
+
+        half: weights in float16, for models that ship; they are float32 again once loaded.
 
         Raises:
             SimForcingError: the directory exists and is not empty.
@@ -184,20 +219,21 @@ class WorldModel(nn.Module):
         partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
         partial.mkdir(parents=True)
         try:
-            self._write(partial)
+            self._write(partial, half)
             if out.exists():
                 out.rmdir()
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _write(self, directory: Path) -> None:
+    def _write(self, directory: Path, half: bool = False) -> None:
         description: dict[str, Any] = {"model": dataclasses.asdict(self.config), "preparation": None}
         if self.preparation is not None:
             description["preparation"], stats = self.preparation.to_dict()
             (directory / "stats.json").write_text(json.dumps(stats, indent=2) + "\n")
         (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, directory / "model.safetensors")
+        state = {k: (v.half() if half else v).contiguous() for k, v in self.state_dict().items()}
+        save_file(state, directory / "model.safetensors")
 
     @classmethod
     def from_pretrained(cls, source: str | Path, revision: str | None = None) -> "WorldModel":
@@ -245,7 +281,7 @@ def load_world_model(root: Path) -> WorldModel:
                 description["preparation"], json.loads((root / "stats.json").read_text())
             )
         state = load_file(root / "model.safetensors")
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
     with torch.device("meta"):
         model = WorldModel(config, preparation)

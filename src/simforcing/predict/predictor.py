@@ -56,6 +56,14 @@ class Start:
         return replace(self, action=self.action[other])
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted videos, their first frame included; `sim` is None where nothing needed it (w = 0)."""
+
+    real: UInt8[np.ndarray, "B T H W 3"]
+    sim: UInt8[np.ndarray, "B T H W 3"] | None
+
+
 class Predictor:
     """A model with its codec, in batches of `BATCH` clips. A clip's result does not depend on its batch."""
 
@@ -65,6 +73,12 @@ class Predictor:
         self.model = model.eval()
         self.preparation: Preparation = model.preparation
         self.codec = codec or self.preparation.load_codec()
+
+    def predict(self, start: Start, w: float = 0.6, sim_steps: int = 1, real_steps: int = 10) -> Prediction:
+        """Both stages: the simulation, then the real video under it; w = 0 leaves the simulation out."""
+        sim = None if w == 0 else self.simulation(start, sim_steps)
+        real = self.decode(self.real(start, real_steps, sim, Guidance(w)))
+        return Prediction(real, None if sim is None else self.decode(sim))
 
     def simulation(self, start: Start, steps: int) -> Tensor:
         """Predicted simulation latents [B, C, F, h, w].

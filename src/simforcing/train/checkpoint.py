@@ -6,17 +6,20 @@ has ended, `model/`. A checkpoint is a model directory with `trainer.pt` (optimi
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel, load_strictly, load_world_model
 
 KEEP = 2
+_REMEDY = "remove it to resume from the one before"
 
 
 @dataclass
@@ -46,10 +49,12 @@ def claim_run(out: Path, description: dict[str, Any]) -> None:
                 f"{out} holds a run of another configuration ({'; '.join(differs[:4])}); choose another --out"
             )
         return
-    if out.exists() and any(out.iterdir()):
-        raise SimForcingError(f"{out} is not empty and not a training run; choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for leftover in out.glob("run.json.partial-*"):
+            leftover.unlink()
+        if any(out.iterdir()):
+            raise SimForcingError(f"{out} is not empty and not a training run; choose another --out")
         write_text(file, json.dumps(wanted, indent=2) + "\n")
     except OSError as error:
         raise SimForcingError(f"cannot write to {out}: {error.strerror}") from error
@@ -87,7 +92,7 @@ def save_checkpoint(out: Path, model: WorldModel, optimizer: torch.optim.Optimiz
             partial / "trainer.pt",
         )
         partial.rename(target)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise SimForcingError(f"cannot write checkpoint {target}: {error}; earlier checkpoints are intact") from error
     for old in checkpoints(out)[:-KEEP]:
@@ -111,10 +116,16 @@ def resume(out: Path, model: WorldModel, optimizer: torch.optim.Optimizer) -> Pr
     found = checkpoints(out)
     if not found:
         return Progress()
-    load_strictly(model, load_world_model(found[-1]).state_dict(), str(found[-1]))
+    newest = found[-1]
     try:
-        state = torch.load(found[-1] / "trainer.pt", weights_only=True)
+        weights = load_world_model(newest).state_dict()
+    except SimForcingError as error:
+        raise SimForcingError(f"{error}; {_REMEDY}") from error
+    load_strictly(model, weights, str(newest))
+    try:
+        state = torch.load(newest / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise SimForcingError(f"{found[-1]} is damaged: {error}; remove it to resume from the one before") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SimForcingError(f"{newest} is damaged: trainer.pt: {reason}; {_REMEDY}") from error
     return Progress(step=state["step"], seconds=state["seconds"])
