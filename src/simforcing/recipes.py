@@ -11,7 +11,7 @@ from simforcing.train.recipe import Recipe
 
 _SMALL = {"num_layers": 4, "num_heads": 6, "head_dim": 32, "text_dim": 384, "freq_dim": 64}
 
-_DEMO_RUN = TrainConfig(seconds=180.0, batch_size=16, lr=1.5e-3, sim_lr_scale=3.0)
+_DEMO_RUN = TrainConfig(seconds=360.0, batch_size=8, lr=1.0e-3, sim_lr_scale=4.0)
 
 RECIPES: dict[str, Recipe] = {
     "demo": Recipe(
@@ -23,7 +23,7 @@ RECIPES: dict[str, Recipe] = {
         text_length=32,
         text_pooling="mean",
         action_positions="frame",
-        teacher=replace(_DEMO_RUN, lr=2e-3),
+        teacher=replace(_DEMO_RUN, batch_size=16, lr=2e-3),
         student=_DEMO_RUN,
         baseline=_DEMO_RUN,
         window_every=4,

@@ -180,7 +180,8 @@ def test_a_damaged_newest_checkpoint_is_an_error_that_says_what_to_do(
     if damage == "gone":
         (newest / name).unlink()
     else:
-        (newest / name).write_bytes({"short": whole[: len(whole) // 2], "garbage": b"\x00gar\xffbage" * 9, "empty": b""}[damage])
+        content = {"short": whole[: len(whole) // 2], "garbage": b"\x00gar\xffbage" * 9, "empty": b""}
+        (newest / name).write_bytes(content[damage])
     with pytest.raises(SimForcingError, match=r"step-00000004.*remove it to resume from the one before") as error:
         resume(tmp_path, *state)
     assert "\n" not in str(error.value)

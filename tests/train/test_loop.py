@@ -50,12 +50,16 @@ def assert_same_checkpoint(a: Path, b: Path) -> None:
     x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
     assert x.keys() == y.keys()
     assert all(torch.equal(x[k], y[k]) for k in x)
-    s, t = (torch.load(p / "trainer.pt", weights_only=True) for p in (a, b))
-    assert s["step"] == t["step"]
-    assert s["optimizer"]["param_groups"] == t["optimizer"]["param_groups"]
-    assert s["optimizer"]["state"].keys() == t["optimizer"]["state"].keys()
-    for key, state in s["optimizer"]["state"].items():
-        assert all(torch.equal(state[k], t["optimizer"]["state"][key][k]) for k in state)
+    s, t = optimizer_of(a), optimizer_of(b)
+    assert s["param_groups"] == t["param_groups"]
+    assert s["state"].keys() == t["state"].keys()
+    for key, state in s["state"].items():
+        assert all(torch.equal(state[k], t["state"][key][k]) for k in state)
+
+
+def optimizer_of(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(checkpoint / "trainer.pt", weights_only=True)["optimizer"]
+    return state
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -100,7 +104,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 def test_training_moved_the_weights_and_lowered_the_loss(uninterrupted: Path) -> None:
     log = rows(uninterrupted.parents[1])
     assert [row["step"] for row in log] == list(range(1, 13))
-    assert {"flow_real", "flow_syn", "motion_real", "motion_syn", "total", "grad_norm", "lr", "seconds"} <= log[0].keys()
+    terms = {"flow_real", "flow_syn", "motion_real", "motion_syn", "total"}
+    assert log[0].keys() == terms | {"step", "seconds", "grad_norm", "lr"}
     assert sum(row["total"] for row in log[-4:]) < sum(row["total"] for row in log[:4])
 
 
@@ -142,16 +147,17 @@ train(helpers.student_run(Path(sys.argv[2]), config={"steps": int(sys.argv[3])})
 """
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_process_resumes_to_the_same_end(new_run: NewRun, tmp_path: Path) -> None:
     """kill -9 at a moment that no one chose, while it writes a checkpoint after every step."""
     steps, out = 60, tmp_path / "killed"
     environment = os.environ | {"PYTHONPATH": str(Path(simforcing.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(HELPERS), str(out), str(steps)], env=environment)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (out / "checkpoints").is_dir() or not checkpoints(out):
             assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "no checkpoint in two minutes"
+            assert time.monotonic() < deadline, "no checkpoint in four minutes"
             time.sleep(0.01)
         time.sleep(0.3 * int.from_bytes(os.urandom(1)) / 255)
     finally:
@@ -208,7 +214,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_logged(new_run:
     assert train(run).step == 4
     assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
-    assert not torch.load(checkpoints(tmp_path / "run")[-1] / "trainer.pt", weights_only=True)["optimizer"]["state"]
+    assert not optimizer_of(checkpoints(tmp_path / "run")[-1])["state"]
 
 
 def test_training_goes_on_after_fewer_than_ten_bad_steps(new_run: NewRun, tmp_path: Path) -> None:
@@ -273,7 +279,7 @@ def test_logged_rate_follows_the_schedule(uninterrupted: Path) -> None:
     config = TrainConfig(steps=12, lr=1e-2)
     for row in rows(uninterrupted.parents[1]):
         assert row["lr"] == pytest.approx(1e-2 * config.rate(row["step"] / 12))
-    groups = torch.load(uninterrupted / "trainer.pt", weights_only=True)["optimizer"]["param_groups"]
+    groups = optimizer_of(uninterrupted)["param_groups"]
     assert [g["lr"] for g in groups] == pytest.approx([1e-2 * config.rate(11 / 12)] * len(groups))
 
 
@@ -300,7 +306,7 @@ def test_matrices_decay_and_nothing_else_does(new_model: Callable[..., WorldMode
 
 def test_rate_of_the_simulation_projections_is_scaled(new_run: NewRun, tmp_path: Path) -> None:
     train(new_run(tmp_path / "run", config={"steps": 2, "sim_lr_scale": 4.0}))
-    groups = torch.load(checkpoints(tmp_path / "run")[-1] / "trainer.pt", weights_only=True)["optimizer"]["param_groups"]
+    groups = optimizer_of(checkpoints(tmp_path / "run")[-1])["param_groups"]
     plain, scaled = ({g["lr"] for g in groups if g["scale"] == s} for s in (1.0, 4.0))
     assert [4 * r for r in plain] == pytest.approx(list(scaled))
 
@@ -308,7 +314,7 @@ def test_rate_of_the_simulation_projections_is_scaled(new_run: NewRun, tmp_path:
 def test_the_norm_of_gradients_is_clipped(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a rate of zero and a clip of 0.01, the first moment that Adam keeps is a tenth of the clipped gradient."""
     train(new_run(tmp_path / "run", config={"steps": 1, "clip": 0.01, "betas": (0.9, 0.95)}))
-    state = torch.load(checkpoints(tmp_path / "run")[-1] / "trainer.pt", weights_only=True)["optimizer"]["state"]
+    state = optimizer_of(checkpoints(tmp_path / "run")[-1])["state"]
     norm = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in state.values()))
     assert rows(tmp_path / "run")[0]["grad_norm"] > 0.1
     assert norm == pytest.approx(0.1 * 0.01, rel=1e-3)
@@ -346,7 +352,9 @@ def test_a_run_has_one_positive_length(changes: dict[str, Any]) -> None:
         TrainConfig(**changes)
 
 
-def test_a_teacher_is_trained_by_the_same_loop(new_run: NewRun, new_model: Callable[..., WorldModel], tmp_path: Path) -> None:
+def test_a_teacher_is_trained_by_the_same_loop(
+    new_run: NewRun, new_model: Callable[..., WorldModel], tmp_path: Path
+) -> None:
     run = new_run(tmp_path / "run", model=new_model(sim_condition=False), loss=single_loss, config={"steps": 40})
     run.clips = run.clips.one_domain("sim")
     train(run)

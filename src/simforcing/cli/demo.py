@@ -34,15 +34,15 @@ class Demo:
     """Directory of the run; one of another configuration is refused."""
     teacher: Literal["bundled", "train"] = "bundled"
     """The teacher that ships with the package, or one trained anew here for --teacher-seconds."""
-    seconds: float = 270.0
+    seconds: float = 360.0
     """Training time of the student and of each baseline."""
     teacher_seconds: float = 600.0
     """Training time of a new teacher."""
-    train_episodes: int = 160
+    train_episodes: int = 120
     """Paired episodes to train on."""
-    val_episodes: int = 16
+    val_episodes: int = 12
     """Paired episodes on which settings are chosen."""
-    test_episodes: int = 36
+    test_episodes: int = 30
     """Paired episodes that the numbers are about."""
     teacher_episodes: int = 400
     """Simulated episodes with augmented trajectories for a new teacher."""

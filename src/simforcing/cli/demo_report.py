@@ -66,7 +66,7 @@ def evaluate_and_report(demo: "Demo", log: "Stages", report: "Report") -> None:
 
     def tell(line: str) -> None:
         lines["n"] += 1
-        report("choosing settings and evaluating", min(0.99, lines["n"] / 66), line[:60])
+        report("choosing settings and evaluating", min(0.99, lines["n"] / 50), line[:60])
 
     found = examine(models, clips["val"], clips["test"], demo.seed, tell)
     protocol = _protocol(demo, clips["test"], found)
@@ -193,7 +193,6 @@ def _numbers(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -
 def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> ReportData:
     setting = found.choice.student[found.choice.best]
     steps = _steps(demo)
-    keys = {"total", "val_action_ratio", "val_flow_0.9"}
     return ReportData(
         title="SimForcing demo",
         summary=[
@@ -211,7 +210,7 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
         guidance=_curves(found),
         action_ratios=found.ratios,
         horizon=_horizon(found),
-        training=[TrainingCurve.from_jsonl(name, demo.out / name / "log.jsonl", keys) for name in steps],
+        training=[_training_curve(demo.out / name / "log.jsonl", name) for name in steps],
         clips=_clips(found),
         timings=[
             Timing(name, value, f"batch of 16, {demo.workers} threads, one measurement")
@@ -234,6 +233,12 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
         ],
         fps=found.test.clips.fps,
     )
+
+
+def _training_curve(log: Path, name: str) -> TrainingCurve:
+    """What a short run may not have logged is left out."""
+    shown = ("total", "val_action_ratio", "val_flow_0.9")
+    return TrainingCurve(name, {k: v for k, v in TrainingCurve.from_jsonl(name, log).values.items() if k in shown})
 
 
 def _relative(demo: "Demo") -> list[list[str]]:

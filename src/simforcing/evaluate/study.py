@@ -112,7 +112,7 @@ class Choice:
 
 
 def choose(study: Study, grid: Grid = Grid(), report: Report = lambda line: None) -> Choice:
-    """Chooses on the study's (validation) clips."""
+    """Chooses on the study's (validation) clips: steps of the real stage at w = 1, then w with those steps."""
     tried: list[dict[str, Any]] = []
 
     def value(name: str, video: Videos, **setting: Any) -> float:
@@ -131,14 +131,17 @@ def choose(study: Study, grid: Grid = Grid(), report: Report = lambda line: None
         steps[name] = max(found, key=found.__getitem__)
     settings, values = {}, {}
     for source in SOURCES:
-        best: tuple[float, Setting] | None = None
+
+        def guided(setting: Setting) -> float:
+            return value("student", study.predict(setting), **asdict(setting))
+
+        tries: dict[Setting, float] = {}
         for ns in (1,) if source == "rendered" else grid.sim_steps:
-            for setting in (Setting(source, w, ns, n) for w in grid.w for n in grid.real_steps):
-                psnr = value("student", study.predict(setting), **asdict(setting))
-                if best is None or psnr > best[0]:
-                    best = (psnr, setting)
-        assert best is not None
-        values[source], settings[source] = best
+            at_one = {s: guided(s) for s in (Setting(source, 1.0, ns, n) for n in grid.real_steps)}
+            n = max(at_one, key=at_one.__getitem__).real_steps
+            tries |= at_one | {s: guided(s) for s in (Setting(source, w, ns, n) for w in grid.w if w != 1)}
+        settings[source] = max(tries, key=tries.__getitem__)
+        values[source] = tries[settings[source]]
     return Choice(settings, steps, max(PREDICTED, key=lambda s: values[s]), tried)
 
 

@@ -182,7 +182,7 @@ class TinyCodec(Codec):
         """See `Codec.encode`."""
         self.latent_shape(*video.shape[2:])
         chunks = self.chunks(video)
-        latents = self.encode_chunks(chunks.flatten(0, 1)).unflatten(0, chunks.shape[:2])
+        latents: Tensor = self.encode_chunks(chunks.flatten(0, 1)).unflatten(0, chunks.shape[:2])
         return latents.transpose(1, 2)
 
     def decode(self, latents: Float[Tensor, "B C F h w"]) -> Float[Tensor, "B 3 T H W"]:
@@ -227,7 +227,8 @@ class TinyCodec(Codec):
             codec = cls(TinyCodecConfig(**sizes))
             codec.load_state_dict({k: v.float() for k, v in load_file(path).items()})
         except (KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
-            raise SimForcingError(f"{path} is not a codec of this package: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise SimForcingError(f"{path} is not a codec of this package: {reason}") from error
         return codec.eval().requires_grad_(False)
 
 

@@ -73,6 +73,19 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Adds a line to a log of JSON lines.
+
+    Raises:
+        SimForcingError: it cannot be written.
+    """
+    try:
+        with path.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise SimForcingError(f"cannot write {path}: {error.strerror}; earlier checkpoints are intact") from error
+
+
 def save_checkpoint(out: Path, model: WorldModel, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
     """Writes a checkpoint and removes all but the last `KEEP`.
 

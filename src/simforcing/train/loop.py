@@ -5,7 +5,6 @@ one. A run's length is a number of steps, or of seconds spent in steps where met
 learning rate follows the share of it that has passed.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel
 from simforcing.train.batches import LatentClips
-from simforcing.train.checkpoint import Progress, resume, save_checkpoint
+from simforcing.train.checkpoint import Progress, append_row, resume, save_checkpoint
 from simforcing.train.objective import Batch
 
 Loss = Callable[[WorldModel, Batch, torch.Generator], dict[str, Tensor]]
@@ -49,8 +48,9 @@ class TrainConfig:
     validate_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.seconds is None):
-            raise SimForcingError("a run's length is either steps or seconds: give exactly one")
+        lengths = [length for length in (self.steps, self.seconds) if length is not None]
+        if len(lengths) != 1 or not lengths[0] > 0:
+            raise SimForcingError("a run's length is either steps or seconds: give exactly one, above zero")
 
     def passed(self, progress: Progress) -> float:
         """Share of the run that is done, in [0, 1]."""
@@ -101,7 +101,8 @@ def train(run: Run) -> Progress:
     """Trains to the end of the run, from its newest checkpoint if there is one; the last checkpoint is the result.
 
     Raises:
-        SimForcingError: a checkpoint cannot be written, or ten steps in a row had no finite loss (names the clips).
+        SimForcingError: a checkpoint or the log cannot be written, or ten steps in a row had no finite loss
+            (names the clips).
     """
     config, model = run.config, run.model
     optimizer = make_optimizer(model, config)
@@ -109,24 +110,22 @@ def train(run: Run) -> Progress:
     if progress.step and config.passed(progress) >= 1:
         return progress
     saved = validated = progress.seconds
-    with (run.out / "log.jsonl").open("a") as log:
 
-        def write(row: dict[str, Any]) -> None:
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            run.report(config.passed(progress), row)
+    def write(row: dict[str, Any]) -> None:
+        append_row(run.out / "log.jsonl", row)
+        run.report(config.passed(progress), row)
 
-        for row in _steps(run, optimizer, progress):
-            if row is not None:
-                write(row)
-            if run.validate and progress.seconds - validated > config.validate_seconds:
-                validated = progress.seconds
-                write({"step": progress.step, "seconds": round(progress.seconds, 3)} | _validated(run))
-            if progress.seconds - saved > config.checkpoint_seconds:
-                saved = progress.seconds
-                save_checkpoint(run.out, model, optimizer, progress)
-        if run.validate:
+    for row in _steps(run, optimizer, progress):
+        if row is not None:
+            write(row)
+        if run.validate and progress.seconds - validated > config.validate_seconds:
+            validated = progress.seconds
             write({"step": progress.step, "seconds": round(progress.seconds, 3)} | _validated(run))
+        if progress.seconds - saved > config.checkpoint_seconds:
+            saved = progress.seconds
+            save_checkpoint(run.out, model, optimizer, progress)
+    if run.validate:
+        write({"step": progress.step, "seconds": round(progress.seconds, 3)} | _validated(run))
     save_checkpoint(run.out, model, optimizer, progress)
     return progress
 

@@ -127,86 +127,45 @@ class _Builder:
         body.add_geom(type=kind, material=material, density=DENSITY, **contact, **shape)
 
 
+Vector = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """A revolute joint: its name, the body that it moves, that body's place in the one before, axis and limits."""
+
+    name: str
+    body: str
+    origin: Vector
+    axis: Vector
+    limits: tuple[float, float]
+    gains: Gains
+
+
+_STRONG, _WEAK = Gains(220.0, 12.0, 60.0), Gains(60.0, 3.0, 20.0)  # of the WidowX: arm and wrist
+_WIDOWX: tuple[_Joint, ...] = (
+    _Joint("waist", "shoulder_link", (0, 0, 0.072), (0, 0, 1), (-np.pi, np.pi), _STRONG),
+    _Joint(
+        "shoulder", "upper_arm_link", (0, 0, 0.03865), (0, 1, 0), (-1.8849555921538759, 1.9896753472735358), _STRONG
+    ),
+    _Joint(
+        "elbow", "upper_forearm_link", (0.04975, 0, 0.25), (0, 1, 0), (-2.1467549799530254, 1.6057029118347832), _STRONG
+    ),
+    _Joint("forearm_roll", "lower_forearm_link", (0.175, 0, 0), (1, 0, 0), (-ROLL, ROLL), _WEAK),
+    _Joint("wrist_angle", "wrist_link", (0.075, 0, 0), (0, 1, 0), (-1.7453292519943295, 2.1467549799530254), _WEAK),
+    _Joint("wrist_rotate", "gripper_link", (0.065, 0, 0), (1, 0, 0), (-ROLL, ROLL), _WEAK),
+)
+
+
 def widowx250s() -> mujoco.MjSpec:
     """WidowX 250s: six revolute joints, two finger slides (`left_finger`, `right_finger`: 15 to 37 mm)."""
     b = _Builder("widowx250s")
-    strong, wrist, finger = Gains(220.0, 12.0, 60.0), Gains(60.0, 3.0, 20.0), Gains(900.0, 25.0, 14.0)
-    b.cylinder(b.base, "gripper", (0, 0, 0), (0, 0, 0.03), 0.075)
-    b.cylinder(b.base, "joint", (0, 0, 0.03), (0, 0, 0.072), 0.048)
-
-    shoulder = b.link(
-        b.base,
-        "shoulder_link",
-        (0, 0, 0.072),
-        joint="waist",
-        axis=(0, 0, 1),
-        limits=(-np.pi, np.pi),
-        gains=strong,
-    )
-    b.cylinder(shoulder, "shell", (0, 0, 0), (0, 0, 0.03), 0.046)
-    b.cylinder(shoulder, "joint", (0, -0.052, 0.03865), (0, 0.052, 0.03865), 0.037)
-
-    upper = b.link(
-        shoulder,
-        "upper_arm_link",
-        (0, 0, 0.03865),
-        joint="shoulder",
-        axis=(0, 1, 0),
-        limits=(-1.8849555921538759, 1.9896753472735358),
-        gains=strong,
-    )
-    b.capsule(upper, "shell", (0, 0, 0.02), (0, 0, 0.25), 0.029)
-    b.capsule(upper, "shell", (0, 0, 0.25), (0.04975, 0, 0.25), 0.026)
-
-    forearm = b.link(
-        upper,
-        "upper_forearm_link",
-        (0.04975, 0, 0.25),
-        joint="elbow",
-        axis=(0, 1, 0),
-        limits=(-2.1467549799530254, 1.6057029118347832),
-        gains=strong,
-    )
-    b.cylinder(forearm, "joint", (0, -0.042, 0), (0, 0.042, 0), 0.034)
-    b.capsule(forearm, "shell", (0.02, 0, 0), (0.165, 0, 0), 0.026)
-
-    lower = b.link(
-        forearm,
-        "lower_forearm_link",
-        (0.175, 0, 0),
-        joint="forearm_roll",
-        axis=(1, 0, 0),
-        limits=(-ROLL, ROLL),
-        gains=wrist,
-    )
-    b.cylinder(lower, "joint", (-0.006, 0, 0), (0.014, 0, 0), 0.030)
-    b.capsule(lower, "shell", (0.02, 0, 0), (0.06, 0, 0), 0.024)
-
-    wrist_link = b.link(
-        lower,
-        "wrist_link",
-        (0.075, 0, 0),
-        joint="wrist_angle",
-        axis=(0, 1, 0),
-        limits=(-1.7453292519943295, 2.1467549799530254),
-        gains=wrist,
-    )
-    b.cylinder(wrist_link, "joint", (0, -0.034, 0), (0, 0.034, 0), 0.027)
-    b.capsule(wrist_link, "shell", (0.01, 0, 0), (0.05, 0, 0), 0.021)
-
-    hand = b.link(
-        wrist_link,
-        "gripper_link",
-        (0.065, 0, 0),
-        joint="wrist_rotate",
-        axis=(1, 0, 0),
-        limits=(-ROLL, ROLL),
-        gains=wrist,
-    )
-    b.cylinder(hand, "joint", (-0.012, 0, 0), (0.012, 0, 0), 0.026)
-    b.box(hand, "gripper", (0.032, 0, 0), (0.020, 0.048, 0.021), touches=True)
-    b.spec.body("gripper_link").add_site(name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4)
-
+    links: list[mujoco.MjsBody] = [b.base]
+    for j in _WIDOWX:
+        links.append(b.link(links[-1], j.body, j.origin, joint=j.name, axis=j.axis, limits=j.limits, gains=j.gains))
+    _widowx_shapes(b, links)
+    hand = links[-1]
+    hand.add_site(name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4)
     for side, sign in (("left", 1.0), ("right", -1.0)):
         body = b.link(
             hand,
@@ -215,11 +174,30 @@ def widowx250s() -> mujoco.MjSpec:
             joint=f"{side}_finger",
             axis=(0, sign, 0),
             limits=(0.015, 0.037),
-            gains=finger,
+            gains=Gains(900.0, 25.0, 14.0),
             slide=True,
         )
         b.box(body, "finger", (0.014, -sign * 0.005, 0), (0.031, 0.006, 0.012), touches=True)
     return b.spec
+
+
+def _widowx_shapes(b: _Builder, links: Sequence[mujoco.MjsBody]) -> None:
+    """Link shapes of the WidowX, each in the frame of its own joint."""
+    base, shoulder, upper, forearm, lower, wrist, hand = links
+    b.cylinder(base, "gripper", (0, 0, 0), (0, 0, 0.03), 0.075)
+    b.cylinder(base, "joint", (0, 0, 0.03), (0, 0, 0.072), 0.048)
+    b.cylinder(shoulder, "shell", (0, 0, 0), (0, 0, 0.03), 0.046)
+    b.cylinder(shoulder, "joint", (0, -0.052, 0.03865), (0, 0.052, 0.03865), 0.037)
+    b.capsule(upper, "shell", (0, 0, 0.02), (0, 0, 0.25), 0.029)
+    b.capsule(upper, "shell", (0, 0, 0.25), (0.04975, 0, 0.25), 0.026)
+    b.cylinder(forearm, "joint", (0, -0.042, 0), (0, 0.042, 0), 0.034)
+    b.capsule(forearm, "shell", (0.02, 0, 0), (0.165, 0, 0), 0.026)
+    b.cylinder(lower, "joint", (-0.006, 0, 0), (0.014, 0, 0), 0.030)
+    b.capsule(lower, "shell", (0.02, 0, 0), (0.06, 0, 0), 0.024)
+    b.cylinder(wrist, "joint", (0, -0.034, 0), (0, 0.034, 0), 0.027)
+    b.capsule(wrist, "shell", (0.01, 0, 0), (0.05, 0, 0), 0.021)
+    b.cylinder(hand, "joint", (-0.012, 0, 0), (0.012, 0, 0), 0.026)
+    b.box(hand, "gripper", (0.032, 0, 0), (0.020, 0.048, 0.021), touches=True)
 
 
 def panda() -> mujoco.MjSpec:

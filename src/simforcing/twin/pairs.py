@@ -145,20 +145,27 @@ def pair(
         )
 
     plans, skipped = _replay(data, numbers, find, skip_bad, tell)
-    meta = {
+    meta: dict[str, Any] = {
         "action": convention.to_dict(),
         "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name},
         "camera": {"key": key, "source": "file" if camera else "default guess", **view.to_dict()},
         "source": {"dataset": data.root.name, "follow": follow, "state_rotation": rotation},
         "tool_offset": None if offset is None else offset.tolist(),
-        "episodes": [{"source": plan.episode, **plan.path.summary()} for plan in plans],
-        "skipped": [{"source": number, "reason": reason} for number, reason in skipped],
+        **_outcome(plans, skipped),
     }
     with ArmRenderer(robot, view, height, width) as renderer:
         _write(data, target, key, plans, renderer, meta, qa_episodes, tell)
     worst = max(float(plan.path.position_error.max()) for plan in plans)
     frames = sum(len(plan.path.q) for plan in plans)
     return PairResult(target, len(plans), frames, tuple(skipped), worst, tuple(notes))
+
+
+def _outcome(plans: Sequence[_Plan], skipped: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """What became of each source episode, for `meta/simforcing.json`."""
+    return {
+        "episodes": [{"source": plan.episode, **plan.path.summary()} for plan in plans],
+        "skipped": [{"source": number, "reason": reason} for number, reason in skipped],
+    }
 
 
 def _write(
