@@ -27,9 +27,7 @@ def test_training_weight_equals_the_reference(losses: dict[str, Tensor]) -> None
 
 
 def test_timestep_of_a_uniform_number_equals_the_reference(losses: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(
-        Flow().timestep(losses["sched.u"]), losses["sched.phi_u_x1000"], atol=1e-4, rtol=1e-6
-    )
+    torch.testing.assert_close(Flow().timestep(losses["sched.u"]), losses["sched.phi_u_x1000"], atol=1e-4, rtol=1e-6)
 
 
 def test_weight_is_the_bell_less_its_minimum_over_its_mean(losses: dict[str, Tensor]) -> None:

@@ -138,9 +138,7 @@ def test_a_new_run_starts_at_zero(tmp_path: Path, state: tuple[WorldModel, torch
     assert same(state[0].state_dict(), before)
 
 
-def test_only_the_last_checkpoints_are_kept(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]
-) -> None:
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
     for step in (8, 9, 10, 100_000_000):
         save_checkpoint(tmp_path, *state, Progress(step))
     assert KEEP == 2
@@ -148,18 +146,14 @@ def test_only_the_last_checkpoints_are_kept(
     assert names(tmp_path) == ["step-00000010", "step-100000000"]
 
 
-def test_a_step_that_is_saved_is_not_written_again(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]
-) -> None:
+def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
     saved = save_checkpoint(tmp_path, *state, Progress(3))
     before = (saved / "trainer.pt").stat()
     assert save_checkpoint(tmp_path, *state, Progress(3)) == saved
     assert (saved / "trainer.pt").stat() == before
 
 
-def test_resume_removes_what_a_killed_run_left(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]
-) -> None:
+def test_resume_removes_what_a_killed_run_left(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
     save_checkpoint(tmp_path, *state, Progress(3))
     for leftover in ("step-00000004.partial-17", "step-00000004.partial-17.partial-17"):
         (tmp_path / "checkpoints" / leftover).mkdir()

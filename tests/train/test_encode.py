@@ -120,9 +120,7 @@ def test_a_complete_cache_is_kept(dataset_path: Path, codec: TinyCodec, cache: P
     assert {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in cache.iterdir()} == before
 
 
-def test_other_settings_are_refused_by_name(
-    dataset_path: Path, codec: TinyCodec, cache: Path, tmp_path: Path
-) -> None:
+def test_other_settings_are_refused_by_name(dataset_path: Path, codec: TinyCodec, cache: Path, tmp_path: Path) -> None:
     dataset = open_dataset(dataset_path)
     with pytest.raises(SimForcingError, match="another every;"):
         encode_dataset(dataset, cache, codec, RULE, every=1)

@@ -332,9 +332,7 @@ def test_a_run_of_seconds_ends_when_they_are_spent(
     )
 
 
-def test_seconds_spent_before_a_stop_count(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_spent_before_a_stop_count(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=iter(range(1000)).__next__))
     changes = {"steps": None, "seconds": 6.5}
     with pytest.raises(Killed):

@@ -59,9 +59,7 @@ def reference_draws(model: WorldModel, t: dict[str, Tensor], case: str) -> Draws
 def released_terms(reference: Any, case: str) -> dict[str, Tensor]:
     reference.student.zero_grad()
     draws = reference_draws(reference.student, reference.tensors, case)
-    return student_loss(
-        reference.student, reference.teacher, reference_batch(reference.tensors), draws, RELEASED
-    )
+    return student_loss(reference.student, reference.teacher, reference_batch(reference.tensors), draws, RELEASED)
 
 
 @pytest.mark.parametrize("case", ["A", "B", "E"])
@@ -105,9 +103,7 @@ def test_intermediate_values_equal_the_reference(reference: Any, case: str) -> N
         per_sample = (delta - target).square().flatten(1).mean(1)
         torch.testing.assert_close(per_sample, t[f"{case}.mid.delta_{domain}_per_sample"], **CLOSE)
         if case != "C":
-            torch.testing.assert_close(
-                flow_error(v, clean, draws.noise), t[f"{case}.mid.{domain}_per_sample"], **CLOSE
-            )
+            torch.testing.assert_close(flow_error(v, clean, draws.noise), t[f"{case}.mid.{domain}_per_sample"], **CLOSE)
 
 
 @pytest.mark.parametrize("case", ["A", "B"])
@@ -267,9 +263,7 @@ def test_without_gates_the_simulation_is_not_seen_and_its_projections_get_no_gra
     assert float(seeing["flow_syn"].detach()) == float(terms["flow_syn"].detach())
 
 
-def test_student_that_is_still_its_teacher_has_no_motion_loss_in_simulation(
-    teacher: WorldModel, batch: Batch
-) -> None:
+def test_student_that_is_still_its_teacher_has_no_motion_loss_in_simulation(teacher: WorldModel, batch: Batch) -> None:
     grown = teacher.with_sim_condition()
     terms = student_loss(grown, teacher, batch, drawn(grown, batch), ObjectiveConfig())
     assert float(terms["motion_syn"].detach()) == pytest.approx(0, abs=1e-10)

@@ -34,7 +34,8 @@ class Train:
     out: Path
     """Directory of the run."""
     teacher: str | None = None
-    """Model directory to start from ('bundled': the one that ships). A student needs one; a baseline may have one."""
+    """Model directory to start from, or 'bundled', the one that ships. A student needs one; a baseline may have one. A
+    teacher may start from another robot's: it keeps the weights and takes the new data's statistics."""
     recipe: str = "demo"
     """Sizes, optimisation and objective."""
     seconds: float | None = None
@@ -67,7 +68,7 @@ class Train:
         config = self._config(found)
         data = Data(self.data, self.data / "split.json", found)
         start = self._start()
-        if start is not None:
+        if start is not None and self.role != "teacher":
             check_fits(start, data.header, f"the model {self.teacher}")
         model, loss = self._model(found, data, start)
         assert model.preparation is not None
@@ -105,8 +106,6 @@ class Train:
     def _start(self) -> "WorldModel | None":
         from simforcing.model.world_model import WorldModel, bundled_teacher
 
-        if self.role == "teacher" and self.teacher is not None:
-            raise SimForcingError("a teacher starts from nothing; --teacher is for students and baselines")
         if self.role == "student" and self.teacher is None:
             raise SimForcingError("a student needs --teacher: a model directory, or 'bundled'")
         if self.teacher is None:
@@ -116,10 +115,12 @@ class Train:
     def _model(self, found: "Recipe", data: "Data", start: "WorldModel | None") -> tuple["WorldModel", Any]:
         import copy
 
-        from simforcing.train.roles import distilled_loss, new_model, single_loss, student_of
+        from simforcing.train.roles import adapted, distilled_loss, new_model, single_loss, student_of
 
         if start is None:
             return new_model(found, data.preparation(found), data.channels, self.seed), single_loss
+        if self.role == "teacher":
+            return adapted(start, data.preparation(found)), single_loss
         if self.role == "student":
             return student_of(copy.deepcopy(start)), distilled_loss(start, found.objective)
         return start, single_loss

@@ -65,10 +65,13 @@ def sample(
     sim_latents: Latents | None = None,
     guidance: Guidance = Guidance(w=0.0),
 ) -> Latents:
-    """Denoises one video; its first latent frame is `first`, exactly.
+    """Denoises one video; its first latent frame is `first`, exactly. With w = 0 simulation is not looked at.
 
-    Without `sim_latents`, or with w = 0, the model is not conditioned on simulation.
+    Raises:
+        SimForcingError: w is not 0 and there are no simulation latents, or the model cannot be conditioned on them.
     """
+    if guidance.w != 0 and sim_latents is None:
+        raise SimForcingError(f"w = {guidance.w} needs simulation latents; give them, or w = 0")
     context, mask = model.context(inputs.text, inputs.text_mask, inputs.proprio)
     condition = model.condition(inputs.action, context, mask, noise.shape[2])
     residuals = None if guidance.w == 0 else model.sim_residuals(sim_latents)

@@ -15,7 +15,7 @@ from simforcing.data.windows import ClipRule, load_split
 from simforcing.errors import SimForcingError
 from simforcing.model.codec import load_codec
 from simforcing.model.preparation import Preparation
-from simforcing.model.world_model import WorldModel, WorldModelConfig
+from simforcing.model.world_model import WorldModel, WorldModelConfig, load_strictly
 from simforcing.train.batches import LatentClips, from_cache
 from simforcing.train.loop import Loss
 from simforcing.train.objective import Batch, ObjectiveConfig, draw, single_domain_loss, student_loss
@@ -93,6 +93,23 @@ def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
     for name, (a, b) in pairs.items():
         if a != b:
             raise SimForcingError(f"{where} was trained with {name} {a}, the data have {b}")
+
+
+def adapted(start: WorldModel, preparation: Preparation) -> WorldModel:
+    """A teacher for other data: the weights of `start`, the statistics, words and conventions of the new data.
+
+    Raises:
+        SimForcingError: the latents or clips are of another kind, so the weights would mean nothing.
+    """
+    if start.preparation is None or start.preparation.codec_identity != preparation.codec_identity:
+        raise SimForcingError("the model to start from was trained on latents of another codec")
+    if start.preparation.rule != preparation.rule:
+        raise SimForcingError(
+            f"the model to start from takes clips of {start.preparation.rule}, not {preparation.rule}"
+        )
+    model = WorldModel(start.config, preparation)
+    load_strictly(model, {k: v.clone() for k, v in start.state_dict().items()}, "the model to start from")
+    return model
 
 
 def student_of(teacher: WorldModel) -> WorldModel:

@@ -127,7 +127,7 @@ class _Builder:
         body.add_geom(type=kind, material=material, density=DENSITY, **contact, **shape)
 
 
-Vector = tuple[float, float, float]
+_Vector = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class _Joint:
 
     name: str
     body: str
-    origin: Vector
-    axis: Vector
+    origin: _Vector
+    axis: _Vector
     limits: tuple[float, float]
     gains: Gains
 

@@ -6,6 +6,7 @@ before anything is written.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,12 +139,9 @@ def pair(
     height, width = data[numbers[0]].frames(key, [0]).shape[1:3]
     view = (camera or default_camera(robot, width, height)).resized(height, width)
     convention, rotation, notes = (conventions or Conventions()).resolve(data)
-
-    def find(episode: Episode) -> JointPath:
-        return joint_path(
-            robot, episode, convention, rotation=rotation, follow=follow, offset=offset, tolerance=tolerance
-        )
-
+    find = partial(
+        joint_path, robot, convention=convention, rotation=rotation, follow=follow, offset=offset, tolerance=tolerance
+    )
     plans, skipped = _replay(data, numbers, find, skip_bad, tell)
     meta: dict[str, Any] = {
         "action": convention.to_dict(),
