@@ -20,7 +20,7 @@ from simforcing.predict import predictor
 from simforcing.predict.predictor import Predictor, Start
 from simforcing.predict.sampler import Guidance, Inputs, sample, start_noise
 
-RULE = ClipRule(frames=9, height=16, width=24)
+RULE = ClipRule(frames=9, height=16, width=32)
 CLIPS = 5
 
 
@@ -56,7 +56,7 @@ def model(codec_file: Path) -> WorldModel:
 @pytest.fixture
 def start() -> Start:
     rng = np.random.default_rng(0)
-    real, sim = rng.integers(0, 256, (2, CLIPS, 16, 24, 3), dtype=np.uint8)
+    real, sim = rng.integers(0, 256, (2, CLIPS, 16, 32, 3), dtype=np.uint8)
     return Start(
         real, rng.uniform(-2, 2, (CLIPS, 8, 7)).astype(np.float32), rng.uniform(-4, 4, (CLIPS, 7)).astype(np.float32),
         ["lift the lid", "close the drawer", "lift the lid", "push the block", "lift the lid"], sim,
@@ -72,7 +72,7 @@ def both(found: Predictor, start: Start) -> tuple[Tensor, Tensor]:
 def test_a_prediction_is_the_sampler_on_prepared_inputs(model: WorldModel, start: Start) -> None:
     found = Predictor(model)
     sim, real = both(found, start)
-    assert sim.shape == real.shape == (CLIPS, 4, 3, 2, 3)
+    assert sim.shape == real.shape == (CLIPS, 4, 3, 2, 4)
     preparation = found.preparation
     action, proprio = torch.from_numpy(start.action) / 2, torch.from_numpy(start.proprio) / 4
 
@@ -105,7 +105,7 @@ def test_a_clip_does_not_depend_on_its_batch(
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     difference = frames.astype(int) - found.decode(apart[1])
-    assert frames.shape == (CLIPS, 9, 16, 24, 3)
+    assert frames.shape == (CLIPS, 9, 16, 32, 3)
     assert np.abs(difference).max() <= 1
     alone = torch.cat([found.encode(video[None]) for video in frames])
     torch.testing.assert_close(found.encode(frames), alone, atol=1e-5, rtol=1e-5)
@@ -161,7 +161,7 @@ def test_guidance_without_simulation_is_refused(model: WorldModel, start: Start)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: replace(s, real_first=s.real_first[:, :, :16]), "first frames are 16x16; the model takes 16x24"),
+        (lambda s: replace(s, real_first=s.real_first[:, :, :16]), "first frames are 16x16; the model takes 16x32"),
         (lambda s: replace(s, action=s.action[:, :7]), "7 actions: the model takes 8 a clip"),
         (lambda s: replace(s, action=s.action[:, :, :6]), "normaliser of width 7"),
         (lambda s: replace(s, seeds=[1, 2]), "2 seeds for 5 clips"),

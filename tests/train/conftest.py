@@ -53,8 +53,8 @@ def random_clips(n: int = CLIPS, seed: int = 0) -> LatentClips:
 
 
 def student_run(out: Path, *, config: dict[str, Any] | None = None, **parts: Any) -> Run:
-    """A student of 12 steps with a checkpoint and a log row after each; claims its directory."""
-    defaults: dict[str, Any] = {"steps": 12, "batch_size": 3, "lr": 1e-2, "log_every": 1, "checkpoint_seconds": 0.0}
+    """A student of 12 steps with a log row after each and a checkpoint at the end; claims its directory."""
+    defaults: dict[str, Any] = {"steps": 12, "batch_size": 3, "lr": 1e-2, "log_every": 1, "checkpoint_seconds": 1e9}
     training = TrainConfig(**defaults | (config or {}))
     claim_run(out, {"steps": training.steps})
     teacher = tiny(seed=1, sim_condition=False)

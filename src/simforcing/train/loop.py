@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,8 +94,8 @@ class Run:
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:
-    """The randomness of one step, whatever came before it."""
-    return torch.Generator().manual_seed((seed << 32) + step)
+    """The randomness of one step, whatever came before it. (A CPU generator looks at 32 bits of its seed only.)"""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
 
 
 def train(run: Run) -> Progress:
