@@ -27,7 +27,8 @@ class Args:
     episodes: int = 500
     workers: int = 2
     threads: int = 1
-    lr: float = 1.0e-3
+    batch_size: int = 16
+    lr: float = 1.2e-3
     data_only: bool = False
 
 
@@ -46,6 +47,7 @@ def main(args: Args) -> None:
             out=args.out / "student",
             teacher="bundled",
             seconds=60 * args.minutes,
+            batch_size=args.batch_size,
             lr=args.lr,
             threads=args.threads,
         ).run()

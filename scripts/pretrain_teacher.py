@@ -136,7 +136,7 @@ def main(args: Args) -> None:
     assert isinstance(codec, TinyCodec)
     arrays = encoded(args, paths, codec, found.rule)
     tasks = arrays.pop("tasks").tolist()
-    held_out = arrays["episode"] >= len(paths[: args.episodes // SHARD]) * SHARD
+    held_out = arrays["episode"] >= -(-args.episodes // SHARD) * SHARD
     action = asdict(ActionConvention())
     header = {"rule": asdict(found.rule), "codec": codec.identity, "action": action}
     preparation = new_preparation(found, header, arrays["action"][~held_out], arrays["proprio"][~held_out])

@@ -43,8 +43,9 @@ def main(args: Args) -> None:
         "data": "simulated and 'real' views of the bundled world; no robot was involved",
     }
     target = ASSETS / args.name
+    model = WorldModel.from_pretrained(args.run / "model")
     shutil.rmtree(target, ignore_errors=True)
-    WorldModel.from_pretrained(args.run / "model").save_pretrained(target, half=True)
+    model.save_pretrained(target, half=True)
     write_text(target / "card.json", json.dumps(card, indent=1) + "\n")
     kept = [json.dumps(row) for row in rows if any(k.startswith("val_") for k in row)]
     write_text(target / "log.jsonl", "\n".join(kept) + "\n")

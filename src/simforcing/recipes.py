@@ -7,11 +7,12 @@ from simforcing.data.windows import ClipRule
 from simforcing.errors import SimForcingError
 from simforcing.model.experts import ExpertConfig
 from simforcing.train.loop import TrainConfig
+from simforcing.train.objective import ObjectiveConfig
 from simforcing.train.recipe import Recipe
 
 _SMALL = {"num_layers": 4, "num_heads": 6, "head_dim": 32, "text_dim": 384, "freq_dim": 64}
 
-_DEMO_RUN = TrainConfig(seconds=360.0, batch_size=8, lr=1.0e-3, sim_lr_scale=4.0)
+_DEMO_RUN = TrainConfig(seconds=360.0, batch_size=8, lr=1.0e-3, sim_lr_scale=2.0)
 
 RECIPES: dict[str, Recipe] = {
     "demo": Recipe(
@@ -26,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
         teacher=replace(_DEMO_RUN, batch_size=16, lr=2e-3),
         student=_DEMO_RUN,
         baseline=_DEMO_RUN,
+        objective=ObjectiveConfig(motion_weight=0.05, syn_share=0.25),
         window_every=4,
         notes=(
             "64 x 64 pixels, 13 frames, absolute target poses, action positions on the video's time axis and one text "

@@ -26,6 +26,38 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+PARENT = """
+import subprocess, time
+from simforcing.cli.demo import _ends_with_us
+child = subprocess.Popen(["sleep", "100"], preexec_fn=_ends_with_us())
+print(child.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asked of the Linux kernel")
+def test_trainings_end_when_the_demo_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = Path("/proc", parent.stdout.readline().strip(), "stat")
+    assert _state(child) not in ("", "Z")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 30
+    while _state(child) not in ("", "Z") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert _state(child) in ("", "Z")
+
+
+def _state(process: Path) -> str:
+    """The state letter of a process, Z where it has ended and nobody asked for its exit code; empty if gone."""
+    try:
+        return process.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_killed_resumed_and_called_again(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command table, exit codes and the one-line errors; `doctor`."""
 
 import errno
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,6 +128,11 @@ def test_a_wrong_option_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
             "error: no space left on the disk while writing out/a.mp4; free some and run the same command again\n",
         ),
         (
+            NotADirectoryError(errno.ENOTDIR, "Not a directory", "file/run"),
+            2,
+            "error: cannot use file/run: Not a directory; choose another path\n",
+        ),
+        (
             ModuleNotFoundError("no", name="mujoco"),
             2,
             "error: mujoco is not installed; pip install 'simforcing[sim]'\n",
@@ -141,11 +147,50 @@ def test_exit_codes_and_one_line_errors(
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "broken"), ModuleNotFoundError("no", name="json5"), ValueError("x")]
+    "error",
+    [
+        OSError(errno.EIO, "broken"),
+        OSError(errno.EACCES, "denied"),
+        ModuleNotFoundError("no", name="json5"),
+        ValueError("x"),
+    ],
 )
 def test_other_errors_keep_their_traceback(error: Exception, run: Run) -> None:
     with pytest.raises(type(error)):
         run(error)
+
+
+TERMINATED = """
+import sys, time
+from simforcing.cli import main as cli
+
+class Try:
+    def run(self):
+        try:
+            print("running", flush=True)
+            time.sleep(120)
+        finally:
+            print("cleaned up", flush=True)
+
+cli._run = lambda command, args: Try().run()
+sys.argv = ["simforcing", "doctor"]
+sys.exit(cli.main())
+"""
+
+
+def test_a_terminated_command_cleans_up() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TERMINATED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (143, "cleaned up\n")
+
+
+def test_signals_are_as_before_after_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["simforcing", "--version"])
+    assert cli.main() == 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_world_model_is_imported_on_demand_only() -> None:

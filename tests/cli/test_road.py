@@ -1,5 +1,6 @@
 """The road on real Franka episodes, by the commands that a user types, and what bad input says."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from simforcing.cli.main import main
 from simforcing.data import open_dataset
 from simforcing.data.episode import REAL, SIM
 from simforcing.data.video import VideoFile
+from simforcing.data.windows import save_split
 
 
 def run(*words: str | Path) -> int:
@@ -74,6 +76,32 @@ def test_real_episodes_from_pairs_to_a_predicted_clip(franka: Path, capsys: pyte
     assert found["protocol"]["frames"] == 13
     assert 5 < found["metrics"]["psnr"]["mean"] < 40
 
+    began = json.loads((franka / "student" / "run.json").read_text())["start"]
+    assert began == hashlib.sha256((teacher / "model.safetensors").read_bytes()).hexdigest()[:16]
+    assert json.loads((franka / "teacher" / "run.json").read_text())["start"] == "scratch"
+    assert {"val_flow_real_on", "val_flow_sim", "val_action_ratio"} <= rows[-1].keys()
+    _refuse_what_does_not_belong_together(franka, student, capsys)
+
+
+def _refuse_what_does_not_belong_together(franka: Path, student: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs, split, out = franka / "pairs", franka / "latents" / "split.json", franka / "other.json"
+    given = ("evaluate", student, "--data", pairs, "--out")
+    assert "no episodes in 'test'; use --part val" in refused(capsys, *given, out, "--split", split)
+    assert "no directory" in refused(capsys, *given, franka / "none" / "n.json", "--split", split)
+    save_split(franka / "far.json", {"val": [7]})
+    assert "names episode 7" in refused(capsys, *given, out, "--split", franka / "far.json", "--part", "val")
+    save_split(franka / "other-split.json", {"val": [1]}, "0" * 64)
+    other = refused(capsys, *given, out, "--split", franka / "other-split.json", "--part", "val")
+    assert "divides another dataset" in other
+    predict = ("predict", student, "--data", pairs, "-o")
+    assert "clip.png exists" in refused(capsys, *predict, franka / "clip.png")
+    (franka / "strip.png").touch()
+    assert "strip.png exists" in refused(capsys, *predict, franka / "strip.mp4")
+    assert "actions mean something else: " in refused(
+        capsys, "predict", "bundled-teacher", "--data", pairs, "-o", franka / "x.mp4"
+    )
+    assert not out.exists()
+
 
 def test_bad_input_is_one_line_and_code_2(
     franka: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,6 +126,13 @@ def test_bad_input_is_one_line_and_code_2(
     assert "is not in the cache" in refused(
         capsys, "train", "teacher", "--data", franka / "latents", "--out", tmp_path / "t", "--steps", "1"
     )  # the recipe 'demo' reads MiniLM embeddings, which do not hold these instructions
+    assert not (tmp_path / "t").exists()
+    teacher = ("train", "teacher", "--data", franka / "latents", "--recipe", "tiny", "--out", tmp_path / "t")
+    assert "batch size 0" in refused(capsys, *teacher, "--batch-size", "0")
+    assert "learning rate 0" in refused(capsys, *teacher, "--lr", "0")
+    assert "every is 0" in refused(
+        capsys, "encode", franka / "pairs", tmp_path / "l", "--recipe", "tiny", "--every", "0"
+    )
     assert "exists" in refused(capsys, "predict", tmp_path, "--data", franka / "pairs", "-o", panda)
 
 

@@ -265,3 +265,4 @@ def test_a_killed_writer_leaves_no_dataset(write_dataset, tmp_path):
     assert not out.exists()
     assert [p.name for p in tmp_path.iterdir()] == [f"d.partial-{process.pid}"]
     assert open_dataset(write_dataset(out)).lengths == (20, 9, 14)
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]

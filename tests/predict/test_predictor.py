@@ -187,6 +187,8 @@ def test_a_codec_of_other_latents_is_refused(model: WorldModel, codec_file: Path
     other = replace(model.preparation, codec=str(tmp_path / "other.safetensors"))
     with pytest.raises(SimForcingError, match="but the model was trained with"):
         Predictor(WorldModel(model.config, other))
+    with pytest.raises(SimForcingError, match=r"the codec given is .* but the model was trained with"):
+        Predictor(model, codec)
 
 
 def test_a_saved_model_predicts_the_same(model: WorldModel, start: Start, tmp_path: Path) -> None:

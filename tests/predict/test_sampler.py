@@ -89,9 +89,7 @@ def test_another_shift_equals_the_reference(
     for name in names:
         w = float(name.removeprefix("out.real.w").removesuffix(".shift3"))
         inputs, steps = reference_inputs(t, "real"), config["size"]["Nr"]
-        real = sample(
-            shifted, t["in.first_real"], inputs, t["in.noise_real"], steps, t["out.sim_latents"], Guidance(w)
-        )
+        real = sample(shifted, t["in.first_real"], inputs, t["in.noise_real"], steps, t["out.sim_latents"], Guidance(w))
         torch.testing.assert_close(real, t[name], **ROLLOUT)
 
 

@@ -1,6 +1,8 @@
 """A run directory: whose it is, and checkpoints that are whole or not there."""
 
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,9 @@ from simforcing.train.checkpoint import (
     Progress,
     checkpoints,
     claim_run,
+    cut_log,
     resume,
     save_checkpoint,
-    write_text,
 )
 from simforcing.train.loop import TrainConfig, make_optimizer
 
@@ -66,7 +68,7 @@ def test_a_run_directory_is_recognised_whatever_its_description_is_made_of(tmp_p
     before = (out / "run.json").read_bytes()
     claim_run(out, {"betas": [0.9, 0.95], "role": "student"})
     assert (out / "run.json").read_bytes() == before
-    assert [p.name for p in out.iterdir()] == ["run.json"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "run.json"]
 
 
 def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -102,14 +104,49 @@ def test_a_start_that_was_killed_while_it_claimed_its_directory_can_be_repeated(
     (tmp_path / "run.json.partial-99").write_text('{"ro')
     claim_run(tmp_path, {"role": "student"})
     claim_run(tmp_path, {"role": "student"})
-    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "run.json"]
 
 
-def test_text_is_replaced_whole(tmp_path: Path) -> None:
-    write_text(tmp_path / "a.json", "one")
-    write_text(tmp_path / "a.json", "two")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
-    assert (tmp_path / "a.json").read_text() == "two"
+HOLDER = """
+import sys, time
+from pathlib import Path
+from simforcing.train.checkpoint import claim_run
+claim_run(Path(sys.argv[1]), {"role": "student"})
+print("held", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
+def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(SimForcingError, match="in use by another process; wait for it or choose another --out"):
+            claim_run(tmp_path / "run", {"role": "student"})
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    claim_run(tmp_path / "run", {"role": "student"})
+
+
+# -- the log ------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    cut_log(log, 3)
+    assert not log.exists()
+    log.write_text('{"step": 2}\n{"step": 3}\n{"step": 3, "val": 1}\n{"step": 4}\n{"st')
+    cut_log(log, 3)
+    assert log.read_text() == '{"step": 2}\n{"step": 3}\n{"step": 3, "val": 1}\n'
+    before = log.stat()
+    cut_log(log, 3)
+    assert log.stat() == before
+    cut_log(log, 0)
+    assert log.read_text() == ""
 
 
 # -- saving and resuming --------------------------------------------------------------------------------------------
@@ -249,3 +286,15 @@ def test_a_file_where_checkpoints_belong_is_an_error(
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(SimForcingError, match="cannot write checkpoint"):
         save_checkpoint(tmp_path, *state, Progress(4))
+
+
+@pytest.mark.parametrize("content", [{"optimizer": None}, {"seconds": 1.0}, []])
+def test_a_checkpoint_without_its_progress_is_damaged(
+    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], content: Any
+) -> None:
+    newest = save_checkpoint(tmp_path, *state, Progress(3))
+    if isinstance(content, dict) and "seconds" in content:
+        content = {"optimizer": state[1].state_dict()} | content
+    torch.save(content, newest / "trainer.pt")
+    with pytest.raises(SimForcingError, match=r"step-00000003 is damaged: trainer\.pt: .*; remove it to resume"):
+        resume(tmp_path, *state)

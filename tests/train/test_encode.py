@@ -92,6 +92,15 @@ def test_header_names_all_that_made_the_latents(dataset_path: Path, codec: TinyC
     assert [header["tasks"][i] for i in read_cache(cache, {})["task"]] == ["task 0"] * 3 + ["task 2"]
 
 
+def test_each_clip_carries_the_extremes_of_its_whole_episode(dataset_path: Path, cache: Path) -> None:
+    arrays, dataset = read_cache(cache, {}), open_dataset(dataset_path)
+    for i, (index, _) in enumerate(CLIPS):
+        episode = dataset[index]
+        for name, rows in (("action", episode.action), ("state", episode.state)):
+            np.testing.assert_array_equal(arrays[f"{name}_min"][i], rows.min(0))
+            np.testing.assert_array_equal(arrays[f"{name}_max"][i], rows.max(0))
+
+
 def test_shards_and_progress_do_not_change_what_is_stored(
     dataset_path: Path, codec: TinyCodec, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

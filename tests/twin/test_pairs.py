@@ -1,6 +1,9 @@
 """Real episodes -> paired dataset, through Python and the command."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +102,27 @@ def test_simulated_arm_moves_where_the_states_move(source: Path, panda: Robot, t
         column, line = (int(v) for v in camera.project(row[None, :3].astype(float))[0])
         assert mask[line - 3 : line + 4, column - 3 : column + 4].mean() > 0.5  # the flange is drawn where it is
     assert (arm[0] != arm[2]).mean() > 0.01
+
+
+MUJOCO_FIRST = """
+import mujoco
+import simforcing.twin
+model = mujoco.MjModel.from_xml_string("<mujoco><worldbody><geom size='1'/></worldbody></mujoco>")
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+with mujoco.Renderer(model, 32, 32) as renderer:
+    renderer.update_scene(data)
+    assert renderer.render().max() > 0
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the renderer is chosen on Linux only")
+def test_mujoco_may_be_imported_before_the_package() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
+    done = subprocess.run(
+        [sys.executable, "-c", MUJOCO_FIRST], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_gripper_closes_in_the_picture_and_mask_fits(panda: Robot) -> None:

@@ -1,21 +1,25 @@
 """`simforcing demo`: the whole road on the bundled world."""
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from simforcing.errors import SimForcingError
+from simforcing.files import write_text
 
 if TYPE_CHECKING:
     from simforcing.cli.show import Report
 
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 RUNS = ("scratch", "finetuned", "student")
 
 
@@ -34,11 +38,11 @@ class Demo:
     """Directory of the run; one of another configuration is refused."""
     teacher: Literal["bundled", "train"] = "bundled"
     """The teacher that ships with the package, or one trained anew here for --teacher-seconds."""
-    seconds: float = 360.0
+    seconds: float = 330.0
     """Training time of the student and of each baseline."""
     teacher_seconds: float = 600.0
     """Training time of a new teacher."""
-    train_episodes: int = 120
+    train_episodes: int = 12
     """Paired episodes to train on."""
     val_episodes: int = 12
     """Paired episodes on which settings are chosen."""
@@ -163,8 +167,6 @@ class Stages:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times a stage, also one that fails."""
-        from simforcing.train.checkpoint import write_text
-
         began = time.perf_counter()
         try:
             yield
@@ -175,6 +177,8 @@ class Stages:
 
 def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
     """Runs commands of this program beside each other, one thread each; their output goes to OUT/<run>.log.
+
+    They end when this process does; on Linux also when it is killed.
 
     Raises:
         SimForcingError: one of them failed; the others are ended.
@@ -191,6 +195,7 @@ def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
                     stdout=stream,
                     stderr=stream,
                     env=environment,
+                    preexec_fn=_ends_with_us(),
                 )
             running.append((run, process))
         while any(process.poll() is None for _, process in running):
@@ -207,6 +212,20 @@ def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+
+
+def _ends_with_us() -> Callable[[], None] | None:
+    """What a child calls before it begins, so that on Linux it gets SIGTERM when this process ends, however."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before we asked
+            os._exit(1)
+
+    return ask
 
 
 def _failure(log: Path) -> SimForcingError:

@@ -28,9 +28,9 @@ from simforcing.evaluate.report import (
 )
 from simforcing.evaluate.statistics import Difference, Interval, bootstrap_columns
 from simforcing.evaluate.study import ROWS, SOURCES, Choice, Models, Study, source_name, student_name
+from simforcing.files import write_text
 from simforcing.model.world_model import WorldModel, bundled_teacher, open_model
 from simforcing.predict.predictor import Predictor
-from simforcing.train.checkpoint import write_text
 
 if TYPE_CHECKING:
     from simforcing.cli.demo import Demo, Stages
@@ -61,7 +61,7 @@ def evaluate_and_report(demo: "Demo", log: "Stages", report: "Report") -> None:
     dataset, split = open_dataset(demo.out / "pairs"), load_split(demo.out / "latents" / "split.json")
     models = _models(demo)
     rule = models.student.preparation.rule
-    clips = {part: evaluation_clips(dataset, rule, split[part], per_episode=2) for part in ("val", "test")}
+    clips = {part: evaluation_clips(dataset, rule, split[part], n) for part, n in (("val", 1), ("test", 2))}
     lines = {"n": 0}
 
     def tell(line: str) -> None:
@@ -200,7 +200,8 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
             "predicted frames only. "
             f"Settings were chosen on other clips: {source_name(found.choice.best)}, w = {setting.w:g}, "
             f"{setting.sim_steps} + {setting.real_steps} steps.",
-            f"Student and baselines trained for {demo.seconds:.0f} s each, beside each other, one thread each: "
+            f"Student and baselines trained on {demo.train_episodes} paired episodes for {demo.seconds:.0f} s each, "
+            "beside each other, one thread each: "
             + ", ".join(f"{name} {v['steps']} steps" for name, v in steps.items())
             + ".",
             f"Simulation and real view agree in latent motion with a cosine of {found.agreement:.2f}.",

@@ -58,7 +58,7 @@ class Encode:
                 self.out,
                 load_codec(found.codec),
                 found.rule,
-                self.every or found.window_every,
+                found.window_every if self.every is None else self.every,
                 lambda done, total: report("encoding", done / total, f"{done} of {total} clips"),
             )
         file = self.out / SPLIT

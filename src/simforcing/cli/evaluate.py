@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from simforcing.cli.sampling import Sampling, check_dataset, check_targets
+
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Sampling):
     """Score a model's predictions on a dataset: PSNR, PSNR on moving pixels, SSIM, sharpness, each with its interval.
 
     Predicted frames only; intervals resample whole episodes. Give the episodes that the model has not seen: with
@@ -30,18 +32,6 @@ class Evaluate:
     """Which episodes of the split."""
     per_episode: int = 1
     """Windows of each episode."""
-    w: Annotated[float, tyro.conf.arg(aliases=["-w"])] = 0.6
-    """Guidance weight."""
-    sim_steps: int = 1
-    """Sampling steps of the simulation stage."""
-    real_steps: int = 10
-    """Sampling steps of the real stage."""
-    simulation: Literal["predicted", "rendered"] = "predicted"
-    """Where the simulation comes from."""
-    sim_model: str | None = None
-    """Another model to predict the simulation, such as the teacher."""
-    seed: int = 0
-    """Noise."""
 
     def run(self) -> int:
         """Predicts, scores, writes."""
@@ -49,34 +39,21 @@ class Evaluate:
         import json
 
         from simforcing.data import open_dataset
-        from simforcing.data.windows import load_split
-        from simforcing.errors import SimForcingError
         from simforcing.evaluate import metrics
-        from simforcing.evaluate.clips import evaluation_clips
+        from simforcing.evaluate.clips import evaluation_clips, held_out
         from simforcing.evaluate.protocol import Protocol, hash_clips
         from simforcing.evaluate.statistics import bootstrap
+        from simforcing.files import write_text
         from simforcing.model.world_model import open_model
         from simforcing.predict.predictor import Predictor
-        from simforcing.predict.sampler import Guidance
-        from simforcing.train.checkpoint import write_text
 
-        if self.out.exists():
-            raise SimForcingError(f"{self.out} exists; choose another name")
-        predictor = Predictor(open_model(self.checkpoint))
+        check_targets(self.out)
+        predictor, dataset = Predictor(open_model(self.checkpoint)), open_dataset(self.data)
+        check_dataset(predictor, dataset, self.checkpoint)
         rule = predictor.preparation.rule
-        clips = evaluation_clips(
-            open_dataset(self.data), rule, load_split(self.split).get(self.part, []), self.per_episode
-        )
+        clips = evaluation_clips(dataset, rule, held_out(dataset, self.split, self.part), self.per_episode)
         begin = clips.begin(self.seed)
-        reference = None
-        if self.w != 0:
-            source = predictor if self.sim_model is None else Predictor(open_model(self.sim_model), predictor.codec)
-            reference = (
-                predictor.encode(clips.sim)
-                if self.simulation == "rendered"
-                else source.simulation(begin, self.sim_steps)
-            )
-        video = predictor.decode(predictor.real(begin, self.real_steps, reference, Guidance(self.w)))
+        video = self.video(predictor, begin, self.reference(predictor, begin, clips.sim))
         scores = metrics.score(video, clips.real)
         protocol = Protocol(
             split_sha256=hashlib.sha256(self.split.read_bytes()).hexdigest(),
@@ -94,7 +71,7 @@ class Evaluate:
         found = {k: bootstrap(v, clusters=clips.episode) for k, v in scores.items()}
         result = {
             "model": str(self.checkpoint),
-            "simulation": self.sim_model or self.simulation,
+            "simulation": self.source,
             "metrics": found,
             "protocol": protocol.to_dict(),
         }

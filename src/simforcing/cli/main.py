@@ -1,6 +1,6 @@
 """Entry point of the `simforcing` command: finds the command's words, imports its module alone, runs it.
 
-Exit codes: 0 ok, 1 failed, 2 bad input, 130 interrupted.
+Exit codes: 0 ok, 1 failed, 2 bad input, 130 interrupted, 143 terminated.
 """
 
 import difflib
@@ -8,10 +8,13 @@ import errno
 import importlib
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from simforcing import __version__
 from simforcing.errors import SimForcingError
@@ -66,10 +69,22 @@ EXTRAS = {
 }
 
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# What a path given by the user can be wrong with, wherever it is first used.
+UNUSABLE = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default `sys.argv[1:]`); return its exit code. Errors are one line on stderr."""
+    """Run one command line (default `sys.argv[1:]`); return its exit code. Errors are one line on stderr.
+
+    As the program itself (no `argv`) it also cleans up when it is terminated, and raises SystemExit(143) then.
+    """
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        if argv is None:
+            with _terminated_as_exit():
+                code = _dispatch(sys.argv[1:])
+        else:
+            code = _dispatch(list(argv))
         sys.stdout.flush()
         return code
     except SimForcingError as error:
@@ -82,15 +97,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        return _fail(f"no space left on the disk{where}; free some and run the same command again")
+        if error.errno in NO_SPACE:
+            where = f" while writing {error.filename}" if error.filename else ""
+            return _fail(f"no space left on the disk{where}; free some and run the same command again")
+        if error.errno in UNUSABLE and error.filename:
+            return _fail(f"cannot use {error.filename}: {error.strerror}; choose another path")
+        raise
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in EXTRAS:
             raise
         return _fail(f"{package} is not installed; pip install 'simforcing[{EXTRAS[package]}]'")
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit(143), so that whatever cleans up does. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _dispatch(args: list[str]) -> int:

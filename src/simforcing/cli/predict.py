@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from simforcing.cli.sampling import Sampling, check_dataset, check_targets
+
 
 @dataclass(frozen=True)
-class Predict:
+class Predict(Sampling):
     """Predict the video that follows a first frame under the recorded actions, for one or many clips.
 
     Writes an mp4 with truth, prediction and simulation side by side, and the same as a strip (.png).
@@ -22,23 +24,11 @@ class Predict:
     data: Path
     """Paired dataset."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Video to write; must not exist."""
+    """Video to write; neither it nor the strip may exist."""
     episode: tuple[int, ...] = (0,)
     """Episodes, one row of the video each."""
     start: int = 0
     """First row of the window."""
-    w: Annotated[float, tyro.conf.arg(aliases=["-w"])] = 0.6
-    """Guidance weight; 0 needs no simulation."""
-    sim_steps: int = 1
-    """Sampling steps of the simulation stage."""
-    real_steps: int = 10
-    """Sampling steps of the real stage."""
-    simulation: Literal["predicted", "rendered"] = "predicted"
-    """Where the simulation comes from: the model itself (or --sim-model), or the dataset's rendered replay."""
-    sim_model: str | None = None
-    """Another model to predict the simulation, such as the teacher."""
-    seed: int = 0
-    """Noise."""
 
     def run(self) -> int:
         """Predicts, writes both files, prints the PSNR of the predicted frames."""
@@ -51,14 +41,14 @@ class Predict:
         from simforcing.evaluate import metrics, strips
         from simforcing.model.world_model import open_model
         from simforcing.predict.predictor import Predictor, Start
-        from simforcing.predict.sampler import Guidance
 
-        if self.out.exists():
-            raise SimForcingError(f"{self.out} exists; choose another name")
+        picture = self.out.with_suffix(".png")
+        check_targets(self.out, picture)
         if self.out.suffix != ".mp4":
             raise SimForcingError(f"{self.out}: the video's name must end in .mp4")
         predictor = Predictor(open_model(self.checkpoint))
         dataset = open_dataset(self.data)
+        check_dataset(predictor, dataset, self.checkpoint)
         cameras = [key for key in (REAL, SIM) if key in dataset.cameras]
         if REAL not in cameras:
             raise SimForcingError(f"{self.data} has no {REAL}; make pairs with 'simforcing twin pair'")
@@ -69,24 +59,16 @@ class Predict:
         action, proprio = np.stack([c.action for c in clips]), np.stack([c.proprio for c in clips])
         seeds = [self.seed + i for i in range(len(clips))]
         begin = Start(real[:, 0], action, proprio, [c.task for c in clips], None if sim is None else sim[:, 0], seeds)
-        shown = {"real": real}
-        reference = None
-        if self.w != 0 and self.simulation == "rendered":
-            if sim is None:
-                raise SimForcingError(f"{self.data} has no {SIM}; use --simulation predicted or -w 0")
-            reference = predictor.encode(sim)
-        elif self.w != 0:
-            source = predictor if self.sim_model is None else Predictor(open_model(self.sim_model), predictor.codec)
-            reference = source.simulation(begin, self.sim_steps)
-        shown["predicted"] = predictor.decode(predictor.real(begin, self.real_steps, reference, Guidance(self.w)))
+        reference = self.reference(predictor, begin, sim)
+        shown = {"real": real, "predicted": self.video(predictor, begin, reference)}
         if reference is not None:
             shown["simulation"] = predictor.decode(reference)
         rows = [{name: video[i] for name, video in shown.items()} for i in range(len(clips))]
         strips.write_mp4(self.out, strips.hold(strips.grid(rows), 1), dataset.fps / rule.stride)
         strips.strip(
             {f"{n} {e}": v for e, row in zip(self.episode, rows, strict=True) for n, v in row.items()},
-            self.out.with_suffix(".png"),
+            picture,
         )
         values = ", ".join(f"{v:.2f}" for v in metrics.psnr(shown["predicted"], real))
-        print(f"{self.out} and {self.out.with_suffix('.png')}: PSNR of predicted frames {values} dB")
+        print(f"{self.out} and {picture}: PSNR of predicted frames {values} dB")
         return 0

@@ -62,7 +62,9 @@ class Train:
         from simforcing.train.roles import Data, check_fits
         from simforcing.train.validate import validation
 
-        if self.threads:
+        if self.threads is not None:
+            if self.threads < 1:
+                raise SimForcingError(f"--threads {self.threads}: give at least 1")
             torch.set_num_threads(self.threads)
         found = recipe(self.recipe)
         config = self._config(found)
@@ -72,20 +74,16 @@ class Train:
             check_fits(start, data.header, f"the model {self.teacher}")
         model, loss = self._model(found, data, start)
         assert model.preparation is not None
+        train_clips, val_clips = data.parts(model.preparation, self.role)
+        validate = validation(val_clips)
         claim_run(self.out, self._description(found, config, data))
-        domain: Literal["real", "sim"] = "sim" if self.role == "teacher" else "real"
-        train_clips, val_clips = (data.clips(model.preparation, part) for part in ("train", "val"))
-        if self.role != "student":
-            train_clips = train_clips.one_domain(domain)
         with progress() as report:
 
             def show(passed: float, row: dict[str, Any]) -> None:
                 words = f"step {row['step']}" + (f", loss {row['total']:.3f}" if "total" in row else "")
                 report(f"training the {self.role}", passed, words)
 
-            done = train(
-                Run(model, train_clips, loss, config, self.out, validation(val_clips.one_domain(domain)), show)
-            )
+            done = train(Run(model, train_clips, loss, config, self.out, validate, show))
         if not (self.out / "model").exists():
             model.eval().save_pretrained(self.out / "model")
         print(f"{self.out / 'model'}: {self.role} after {done.step} steps, {done.seconds:.0f} s")
@@ -101,7 +99,9 @@ class Train:
             config = replace(config, steps=self.steps, seconds=None)
         if self.seconds is not None:
             config = replace(config, seconds=self.seconds, steps=None)
-        return replace(config, batch_size=self.batch_size or config.batch_size, lr=self.lr or config.lr)
+        if self.batch_size is not None:
+            config = replace(config, batch_size=self.batch_size)
+        return config if self.lr is None else replace(config, lr=self.lr)
 
     def _start(self) -> "WorldModel | None":
         from simforcing.model.world_model import WorldModel, bundled_teacher
@@ -130,7 +130,7 @@ class Train:
             "role": self.role,
             "recipe": self.recipe,
             "training": asdict(config),
-            "start": self.teacher or "scratch",
+            "start": "scratch" if self.teacher is None else fingerprint(self.teacher),
         }
         kept = {k: data.header[k] for k in ("source", "codec", "rule", "every")}
         return started | {
@@ -138,3 +138,24 @@ class Train:
             "data": kept,
             "split": data.split,
         }
+
+
+def fingerprint(teacher: str) -> str:
+    """Which weights a run starts from, wherever they lie: sha256 of `model.safetensors`, 16 digits.
+
+    Raises:
+        SimForcingError: there is no such file.
+    """
+    import hashlib
+
+    from huggingface_hub import try_to_load_from_cache
+
+    from simforcing.model.world_model import bundled_teacher
+
+    root = bundled_teacher() if teacher == TEACHER else Path(teacher)
+    name = "model.safetensors"
+    file = root / name if root.is_dir() else try_to_load_from_cache(teacher, name)
+    if not isinstance(file, (str, Path)):
+        raise SimForcingError(f"{teacher}: no {name} there")
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 
 INDEX = "index.json"
 _EDGE = 1 << 16
@@ -37,8 +38,7 @@ def write_cache(directory: Path, header: Mapping[str, Any], shards: Iterable[Map
         raise SimForcingError(
             f"{directory}: cache header cannot be stored as JSON ({error}); use plain values"
         ) from error
-    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_path(directory)
     partial.mkdir(parents=True)
     try:
         entries = []

@@ -7,7 +7,6 @@ Shapes: N rows of an episode, S state width, A action width, H W picture size.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from simforcing.data.episode import ActionConvention, nearest
 from simforcing.data.lerobot_format import ACTION, STATE, PictureSummary, Place
 from simforcing.data.video import VideoWriter
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 
 _MB = 1024 * 1024
 
@@ -105,9 +105,7 @@ class LeRobotWriter:
         self.meta = dict(meta or {})
         self._limits = {"data": data_file_mb, "video": video_file_mb}
         self._check_arguments()
-        self.partial = self.out.with_name(f"{self.out.name}.partial-{os.getpid()}")
-        if self.partial.exists():
-            raise SimForcingError(f"{self.partial}: left by another writer of {self.out}; delete it if none is running")
+        self.partial = partial_path(self.out)
         self.partial.mkdir(parents=True)
         limit = int(video_file_mb * _MB)
         self._tracks = {

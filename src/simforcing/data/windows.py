@@ -6,17 +6,17 @@ Shapes: T frames of a clip, A actions of a clip, D action or state width, h w st
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from PIL import Image
 
 from simforcing.data.episode import Dataset, Episode
 from simforcing.errors import SimForcingError
+from simforcing.files import write_text
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,7 @@ def save_split(path: Path, split: Mapping[str, Sequence[int]], source: str = "")
     atomically.
     """
     body = {"source": source, "episodes": {name: list(episodes) for name, episodes in split.items()}}
-    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    temporary.write_text(json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n")
 
 
 def load_split(path: Path) -> dict[str, list[int]]:
@@ -223,6 +221,26 @@ def load_split(path: Path) -> dict[str, list[int]]:
     if len(every) != len(set(every)):
         raise SimForcingError(f"{path}: an episode is in two parts; write it anew")
     return split
+
+
+def split_source(path: Path) -> str:
+    """Which dataset a split divides: what `save_split` was given, "" for nothing. Raises as `load_split` does."""
+    load_split(path)
+    return str(json.loads(path.read_text())["source"])
+
+
+def other_episodes(episode: Int64[np.ndarray, "N"]) -> Int64[np.ndarray, "N"]:
+    """A permutation of N clips that gives each a clip of another episode: whose actions are exchanged with whose.
+
+    Where one episode has more than half of the clips this is possible for only some of them; the others, as few as can
+    be, get another clip of their own episode (a single clip gets itself).
+    """
+    count = len(episode)
+    order = np.argsort(episode, kind="stable")
+    largest = int(np.unique(episode, return_counts=True)[1].max(initial=0))
+    result = np.empty(count, np.int64)
+    result[order] = np.roll(order, -(largest if largest < count else count // 2))
+    return result
 
 
 def _digest(body: Mapping[str, object]) -> str:

@@ -4,12 +4,14 @@ Legend: N clips, T frames, H W pixels, A actions.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 
+from simforcing.data.cache import source_hash
 from simforcing.data.episode import REAL, SIM, Dataset
-from simforcing.data.windows import ClipRule, load_clip, starts
+from simforcing.data.windows import ClipRule, load_clip, load_split, other_episodes, split_source, starts
 from simforcing.errors import SimForcingError
 from simforcing.predict.predictor import Start
 
@@ -39,24 +41,46 @@ class EvaluationClips:
         return Start(self.real[:, 0], self.action, self.proprio, self.tasks, self.sim[:, 0], noise)
 
     def others(self) -> Int64[np.ndarray, " N"]:
-        """For each clip another one, of another episode wherever there is more than one: for exchanged actions."""
-        order = np.argsort(self.episode, kind="stable")
-        shifted = np.roll(order, -max(int(np.bincount(self.episode).max()), 1))
-        result = np.empty(len(self), np.int64)
-        result[order] = shifted
-        return result
+        """For each clip one of another episode, as `other_episodes` finds them: for exchanged actions."""
+        return other_episodes(self.episode)
 
     def window_names(self) -> list[tuple[int, int]]:
         """(episode, start) of every clip."""
         return [(int(e), int(s)) for e, s in zip(self.episode, self.start, strict=True)]
 
 
+def held_out(dataset: Dataset, split: Path, part: str) -> list[int]:
+    """The episodes of one part of a split file.
+
+    Raises:
+        SimForcingError: the part is empty, or the file divides another dataset.
+    """
+    episodes = load_split(split).get(part, [])
+    if not episodes:
+        other = "--part val" if part == "test" else "--part test"
+        raise SimForcingError(f"{split} has no episodes in '{part}'; use {other}, or encode with --{part} N")
+    if max(episodes) >= len(dataset):
+        raise SimForcingError(
+            f"{split} names episode {max(episodes)}, but {dataset.root} has {len(dataset)} episodes; give the dataset "
+            "that was encoded"
+        )
+    source = split_source(split)
+    if source and source != source_hash(dataset.root):
+        raise SimForcingError(
+            f"{split} divides another dataset than {dataset.root}, or that one has changed since; give the dataset "
+            "that was encoded"
+        )
+    return episodes
+
+
 def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_episode: int = 1) -> EvaluationClips:
     """`per_episode` windows of each episode, evenly placed.
 
     Raises:
-        SimForcingError: the dataset is not paired, or no episode is long enough.
+        SimForcingError: the dataset is not paired, no window is asked for, or no episode is long enough.
     """
+    if per_episode < 1:
+        raise SimForcingError(f"{per_episode} windows of each episode: give at least 1")
     for key in (REAL, SIM):
         if key not in dataset.cameras:
             raise SimForcingError(

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from simforcing.data.video import VideoWriter
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 
 Video: TypeAlias = UInt8[np.ndarray, "T H W 3"]
 Picture: TypeAlias = UInt8[np.ndarray, "h w 3"]
@@ -93,7 +94,7 @@ def save_png(picture: Picture, path: str | Path) -> Path:
     """Write a picture as PNG, whole or not at all; folders are made as needed."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = partial_path(target)
     Image.fromarray(picture).save(partial, format="PNG", compress_level=4)
     os.replace(partial, target)
     return target
@@ -128,7 +129,7 @@ def write_mp4(path: str | Path, frames: Video, fps: float, *, crf: int = 20) -> 
     """Write frames as an H.264 MP4 (yuv420p) that browsers play; odd sizes are padded by a pixel."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = partial_path(target)
     padded = _even(frames)
     writer = VideoWriter(partial, fps=fps, height=padded.shape[1], width=padded.shape[2], crf=crf)
     try:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 
 BUNDLED = "bundled"
 
@@ -208,7 +209,7 @@ class TinyCodec(Codec):
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, half precision, sizes in its header."""
-        partial = path.with_name(path.name + ".partial")
+        partial = partial_path(path)
         state = {k: v.detach().half().contiguous() for k, v in self.state_dict().items()}
         save_file(state, partial, metadata={"config": json.dumps(asdict(self.config))})
         partial.rename(path)
@@ -226,7 +227,7 @@ class TinyCodec(Codec):
             sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header.items()}
             codec = cls(TinyCodecConfig(**sizes))
             codec.load_state_dict({k: v.float() for k, v in load_file(path).items()})
-        except (KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise SimForcingError(f"{path} is not a codec of this package: {reason}") from error
         return codec.eval().requires_grad_(False)

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 
 Domain = Literal["default", "sim", "real"]
 
@@ -164,7 +165,7 @@ class MiniLM(TextEncoder):
         """Write the tokens of `prompts` to a file that `TextEncoder.load(path)` reads; replaces `path`."""
         tensors = {prompt_key(text): self.tokens(text).half() for text in prompts}
         header = {"encoder": self.name, "prompts": json.dumps(sorted(set(prompts)))}
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial = partial_path(path)
         try:
             partial.write_bytes(save(tensors, metadata=header))
             os.replace(partial, path)

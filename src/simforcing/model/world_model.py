@@ -6,7 +6,6 @@ X text width.
 
 import dataclasses
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
 from simforcing.model.experts import ActionExpert, ExpertConfig, VideoExpert, frame_rope, index_rope
 from simforcing.model.flow import Flow
 from simforcing.model.mixture import Condition, action_keys_values, denoise
@@ -216,7 +216,7 @@ class WorldModel(nn.Module):
         out = Path(directory)
         if out.exists() and any(out.iterdir()):
             raise SimForcingError(f"{out} is not empty; choose another directory, nothing was written")
-        partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+        partial = partial_path(out)
         partial.mkdir(parents=True)
         try:
             self._write(partial, half)

@@ -65,14 +65,21 @@ class Prediction:
 
 
 class Predictor:
-    """A model with its codec, in batches of `BATCH` clips. A clip's result does not depend on its batch."""
+    """A model with its codec, in batches of `BATCH` clips. A clip's result does not depend on its batch.
+
+    Raises:
+        SimForcingError: the model has no preparation, or the codec is not the one that it was trained with.
+    """
 
     def __init__(self, model: WorldModel, codec: Codec | None = None) -> None:
         if model.preparation is None:
             raise SimForcingError("this model does not say how its inputs are prepared; load one that was trained here")
         self.model = model.eval()
         self.preparation: Preparation = model.preparation
-        self.codec = codec or self.preparation.load_codec()
+        wanted = self.preparation.codec_identity
+        if codec is not None and wanted and codec.identity != wanted:
+            raise SimForcingError(f"the codec given is {codec.identity}, but the model was trained with {wanted}")
+        self.codec = self.preparation.load_codec() if codec is None else codec
 
     def predict(self, start: Start, w: float = 0.6, sim_steps: int = 1, real_steps: int = 10) -> Prediction:
         """Both stages: the simulation, then the real video under it; w = 0 leaves the simulation out."""

@@ -2,24 +2,41 @@
 
 A run directory holds `run.json` (what defines the run), `log.jsonl`, `checkpoints/step-XXXXXXXX/` and, when training
 has ended, `model/`. A checkpoint is a model directory with `trainer.pt` (optimiser, step, seconds) beside the weights.
+The process that works on a run holds a lock on `.lock` in it until it ends.
 """
 
 import json
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
 
 from simforcing.errors import SimForcingError
+from simforcing.files import partial_path
+from simforcing.files import write_text as write_text  # also imported from here
 from simforcing.model.world_model import WorldModel, load_strictly, load_world_model
 
 KEEP = 2
+LOCK = ".lock"
 _REMEDY = "remove it to resume from the one before"
+# What reading an optimiser's state raises where the file is cut, overwritten, or holds something else.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
+_held: dict[Path, IO[str]] = {}  # the locks of this process, by run directory
 
 
 @dataclass
@@ -33,31 +50,34 @@ class Progress:
 def claim_run(out: Path, description: dict[str, Any]) -> None:
     """Makes `out` the directory of the run that `description` defines, or recognises it as such.
 
+    It then belongs to this process until that ends.
+
     Raises:
-        SimForcingError: `out` belongs to another run (says which settings differ) or cannot be written.
+        SimForcingError: `out` belongs to another run (says which settings differ), another process works on it, or
+            it cannot be written.
     """
     file = out / "run.json"
     wanted = json.loads(json.dumps(description))
-    if file.exists():
-        try:
-            found = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise SimForcingError(f"{file} is damaged: {error}; choose another --out") from error
-        differs = [f"{k}: {v} there, {w} now" for k, v, w in _differences(found, wanted)]
-        if differs:
-            raise SimForcingError(
-                f"{out} holds a run of another configuration ({'; '.join(differs[:4])}); choose another --out"
-            )
-        return
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for leftover in out.glob("run.json.partial-*"):
-            leftover.unlink()
-        if any(out.iterdir()):
+        others = [p for p in out.iterdir() if p.name != LOCK and not p.name.startswith("run.json.partial-")]
+        if others and not file.exists():
             raise SimForcingError(f"{out} is not empty and not a training run; choose another --out")
-        write_text(file, json.dumps(wanted, indent=2) + "\n")
+        _lock(out)
+        if not file.exists():
+            for leftover in out.glob("run.json.partial-*"):
+                leftover.unlink()
+            write_text(file, json.dumps(wanted, indent=2) + "\n")
+        found = json.loads(file.read_text())
     except OSError as error:
         raise SimForcingError(f"cannot write to {out}: {error.strerror}") from error
+    except ValueError as error:
+        raise SimForcingError(f"{file} is damaged: {error}; choose another --out") from error
+    differs = [f"{k}: {v} there, {w} now" for k, v, w in _differences(found, wanted)]
+    if differs:
+        raise SimForcingError(
+            f"{out} holds a run of another configuration ({'; '.join(differs[:4])}); choose another --out"
+        )
 
 
 def _differences(a: Any, b: Any, at: str = "") -> list[tuple[str, Any, Any]]:
@@ -66,11 +86,25 @@ def _differences(a: Any, b: Any, at: str = "") -> list[tuple[str, Any, Any]]:
     return [] if a == b else [(at, a, b)]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes aside and renames, so that the file is whole at any moment."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
+def _lock(out: Path) -> None:
+    """Keeps other processes off a run until this one ends, however it ends; asking again changes nothing."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    file, key = out / LOCK, out.resolve()
+    held = _held.get(key)
+    if held is not None and file.exists() and os.path.samestat(os.fstat(held.fileno()), file.stat()):
+        return
+    handle = file.open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise SimForcingError(f"{out} is in use by another process; wait for it or choose another --out") from None
+    except OSError:
+        pass  # a file system without locks
+    _held[key] = handle
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
@@ -86,6 +120,31 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         raise SimForcingError(f"cannot write {path}: {error.strerror}; earlier checkpoints are intact") from error
 
 
+def cut_log(path: Path, step: int) -> None:
+    """Takes out of a log of JSON lines what was written after `step`, and a line that is torn.
+
+    A run that resumes at `step` writes those rows again. Without a log, or with nothing to take out, nothing happens.
+
+    Raises:
+        SimForcingError: it cannot be read or written.
+    """
+    try:
+        before = path.read_text(errors="replace") if path.exists() else ""
+        after = "".join(f"{line}\n" for line in before.splitlines() if _row_step(line) <= step)
+        if after != before:
+            write_text(path, after)
+    except OSError as error:
+        raise SimForcingError(f"cannot write {path}: {error.strerror}; checkpoints are intact") from error
+
+
+def _row_step(line: str) -> float:
+    """The step of a log row; infinite for what is no row."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
+
+
 def save_checkpoint(out: Path, model: WorldModel, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
     """Writes a checkpoint and removes all but the last `KEEP`.
 
@@ -94,9 +153,9 @@ def save_checkpoint(out: Path, model: WorldModel, optimizer: torch.optim.Optimiz
     """
     root = out / "checkpoints"
     target = root / f"step-{progress.step:08d}"
-    partial = root / f"{target.name}.partial-{os.getpid()}"
     if target.exists():
         return target
+    partial = partial_path(target)
     try:
         root.mkdir(exist_ok=True)
         model.save_pretrained(partial)
@@ -138,7 +197,7 @@ def resume(out: Path, model: WorldModel, optimizer: torch.optim.Optimizer) -> Pr
     try:
         state = torch.load(newest / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+        return Progress(step=int(state["step"]), seconds=float(state["seconds"]))
+    except _DAMAGE as error:
         reason = str(error).partition("\n")[0]
         raise SimForcingError(f"{newest} is damaged: trainer.pt: {reason}; {_REMEDY}") from error
-    return Progress(step=state["step"], seconds=state["seconds"])

@@ -1,6 +1,6 @@
 """Latents of a dataset's windows, once, to a cache.
 
-Legend: n clips of a shard, T frames, C F h w latents, A actions.
+Legend: n clips of a shard, T frames, C F h w latents, A actions, E episodes, D action or state width.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 
 from simforcing.data.cache import read_header, source_hash, write_cache
 from simforcing.data.episode import REAL, SIM, Dataset
@@ -70,32 +71,46 @@ def encode_dataset(
         )
     tasks: list[str] = sorted({dataset[i].task for i in range(len(dataset))})
     full = header | {"tasks": tasks, "clips": total}
+    rows = extremes(dataset)
     clips = iter_clips(dataset, rule, [CAMERAS[d] for d in header["domains"]], every)
-    write_cache(out, full, _shards(clips, codec, header["domains"], tasks, total, report))
+    stored = (_shard(batch, codec, header["domains"], tasks, rows) for batch in _batches(clips, total, report))
+    write_cache(out, full, stored)
     return full
 
 
-def _shards(
-    clips: Iterable[Clip],
-    codec: Codec,
-    domains: list[str],
-    tasks: list[str],
-    total: int,
-    report: Callable[[int, int], None],
-) -> Iterator[dict[str, np.ndarray]]:
+def extremes(dataset: Dataset) -> dict[str, Float32[np.ndarray, "E D"]]:
+    """Least and greatest action and state of each of E episodes, over all its rows: what statistics are made of."""
+    found: dict[str, list[np.ndarray]] = {}
+    for i in range(len(dataset)):
+        episode = dataset[i]
+        for name, rows in (("action", episode.action), ("state", episode.state)):
+            found.setdefault(f"{name}_min", []).append(rows.min(axis=0))
+            found.setdefault(f"{name}_max", []).append(rows.max(axis=0))
+    return {name: np.stack(values).astype(np.float32) for name, values in found.items()}
+
+
+def _batches(clips: Iterable[Clip], total: int, report: Callable[[int, int], None]) -> Iterator[list[Clip]]:
     stream, done = iter(clips), 0
     while batch := list(islice(stream, SHARD)):
-        shard: dict[str, np.ndarray] = {
-            "action": np.stack([c.action for c in batch]),
-            "proprio": np.stack([c.proprio for c in batch]),
-            "episode": np.array([c.episode for c in batch], np.int32),
-            "start": np.array([c.start for c in batch], np.int32),
-            "task": np.array([tasks.index(c.task) for c in batch], np.int32),
-        }
-        for domain in domains:
-            frames = torch.from_numpy(np.stack([c.frames[CAMERAS[domain]] for c in batch]))
-            with torch.inference_mode():
-                shard[domain] = codec.encode(to_unit(frames)).half().numpy()
+        yield batch
         done += len(batch)
         report(done, total)
-        yield shard
+
+
+def _shard(
+    batch: list[Clip], codec: Codec, domains: list[str], tasks: list[str], rows: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Arrays with one row a clip; `rows` are the extremes of the episodes, of which each clip carries its own's."""
+    episode = np.array([c.episode for c in batch], np.int32)
+    shard: dict[str, np.ndarray] = {
+        "action": np.stack([c.action for c in batch]),
+        "proprio": np.stack([c.proprio for c in batch]),
+        "episode": episode,
+        "start": np.array([c.start for c in batch], np.int32),
+        "task": np.array([tasks.index(c.task) for c in batch], np.int32),
+    }
+    for domain in domains:
+        frames = torch.from_numpy(np.stack([c.frames[CAMERAS[domain]] for c in batch]))
+        with torch.inference_mode():
+            shard[domain] = codec.encode(to_unit(frames)).half().numpy()
+    return shard | {name: values[episode] for name, values in rows.items()}

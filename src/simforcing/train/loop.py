@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel
 from simforcing.train.batches import LatentClips
-from simforcing.train.checkpoint import Progress, append_row, resume, save_checkpoint
+from simforcing.train.checkpoint import Progress, append_row, cut_log, resume, save_checkpoint
 from simforcing.train.objective import Batch
 
 Loss = Callable[[WorldModel, Batch, torch.Generator], dict[str, Tensor]]
 MAX_BAD_STEPS = 10
+FIRST_RATE = 0.01  # share of lr at which the warm-up of a run in seconds begins
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,32 @@ class TrainConfig:
         lengths = [length for length in (self.steps, self.seconds) if length is not None]
         if len(lengths) != 1 or not lengths[0] > 0:
             raise SimForcingError("a run's length is either steps or seconds: give exactly one, above zero")
+        if self.batch_size < 1:
+            raise SimForcingError(f"batch size {self.batch_size}: a step needs at least one clip")
+        if not 0 < self.lr < math.inf:
+            raise SimForcingError(f"learning rate {self.lr}: give a number above zero")
+        if not 0 <= self.warmup < 1:
+            raise SimForcingError(f"warmup {self.warmup}: a share of the run, at least 0 and below 1")
 
     def passed(self, progress: Progress) -> float:
         """Share of the run that is done, in [0, 1]."""
         done = progress.step / self.steps if self.steps else progress.seconds / (self.seconds or math.inf)
         return min(done, 1.0)
 
-    def rate(self, passed: float) -> float:
-        """Learning rate as a share of `lr`: linear warm-up, then cosine to `final_lr`."""
-        if passed < self.warmup:
-            return passed / self.warmup
-        down = (passed - self.warmup) / (1 - self.warmup)
+    def rate(self, progress: Progress) -> float:
+        """Learning rate of the next step as a share of `lr`: linear warm-up, then cosine to `final_lr`.
+
+        In a run of steps the warm-up takes W = floor(warmup * steps) of them and begins at 1 / W, the released
+        schedule; in a run of seconds it begins at `FIRST_RATE`.
+        """
+        if self.steps is not None:
+            up, done = int(self.warmup * self.steps) / self.steps, progress.step / self.steps
+            first = 1 / max(up * self.steps, 1)
+        else:
+            up, done, first = self.warmup, self.passed(progress), FIRST_RATE
+        if done < up:
+            return first + (1 - first) * done / up
+        down = min((done - up) / (1 - up), 1.0)
         return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * down))
 
 
@@ -108,6 +124,7 @@ def train(run: Run) -> Progress:
     config, model = run.config, run.model
     optimizer = make_optimizer(model, config)
     progress = resume(run.out, model, optimizer)
+    cut_log(run.out / "log.jsonl", progress.step)
     if progress.step and config.passed(progress) >= 1:
         return progress
     saved = validated = progress.seconds
@@ -147,8 +164,9 @@ def _steps(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> It
     bad = 0
     while config.passed(progress) < 1:
         began = time.perf_counter()
+        lr = config.lr * config.rate(progress)
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * config.rate(config.passed(progress)) * group["scale"]
+            group["lr"] = lr * group["scale"]
         batch = run.clips.batch(config.batch_size, config.seed, progress.step)
         terms = run.loss(model, batch, step_generator(config.seed, progress.step))
         terms["total"].backward()
@@ -168,10 +186,10 @@ def _steps(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> It
         progress.step += 1
         progress.seconds += time.perf_counter() - began
         due = progress.step % config.log_every == 0 or not finite
-        yield _row(terms, norm, config, progress) if due else None
+        yield _row(terms, norm, lr, progress) if due else None
 
 
-def _row(terms: dict[str, Tensor], norm: Tensor, config: TrainConfig, progress: Progress) -> dict[str, Any]:
+def _row(terms: dict[str, Tensor], norm: Tensor, lr: float, progress: Progress) -> dict[str, Any]:
     row: dict[str, Any] = {"step": progress.step, "seconds": round(progress.seconds, 3)}
     row |= {name: round(float(value.detach()), 6) for name, value in terms.items()}
-    return row | {"grad_norm": round(float(norm), 4), "lr": config.lr * config.rate(config.passed(progress))}
+    return row | {"grad_norm": round(float(norm), 4), "lr": lr}

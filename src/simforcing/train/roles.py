@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,13 @@ from simforcing.model.world_model import WorldModel, WorldModelConfig, load_stri
 from simforcing.train.batches import LatentClips, from_cache
 from simforcing.train.loop import Loss
 from simforcing.train.objective import Batch, ObjectiveConfig, draw, single_domain_loss, student_loss
-from simforcing.train.recipe import Recipe
+from simforcing.train.recipe import Recipe, Role
+
+DOMAINS: dict[Role, tuple[Literal["real", "sim"], ...]] = {
+    "teacher": ("sim",),
+    "student": ("real", "sim"),
+    "baseline": ("real",),
+}
 
 
 def new_preparation(found: Recipe, header: dict[str, Any], action: np.ndarray, state: np.ndarray) -> Preparation:
@@ -66,13 +72,36 @@ class Data:
                 raise SimForcingError(f"{split} has no episodes in part '{part}'; train and val are needed")
 
     def preparation(self, found: Recipe) -> Preparation:
-        """Statistics of the training episodes."""
-        rows = np.isin(self.arrays["episode"], self.split["train"])
-        return new_preparation(found, self.header, self.arrays["action"][rows], self.arrays["proprio"][rows])
+        """Statistics of the training episodes: of all their rows, or of the encoded windows in a cache without them."""
+        train = np.isin(self.arrays["episode"], self.split["train"])
+
+        def rows(name: str, windows: str) -> np.ndarray:
+            names = [f"{name}_min", f"{name}_max"]
+            whole = all(n in self.arrays for n in names)
+            return np.concatenate([self.arrays[n][train] for n in (names if whole else [windows])])
+
+        return new_preparation(found, self.header, rows("action", "action"), rows("state", "proprio"))
 
     def clips(self, preparation: Preparation, part: str) -> LatentClips:
         """The clips of one part of the split, prepared for a model."""
         return from_cache(self.arrays, self.header["tasks"], preparation).only(self.split[part])
+
+    def parts(self, preparation: Preparation, role: Role) -> tuple[LatentClips, LatentClips]:
+        """Clips to train and to validate this role on, with the latents that it looks at.
+
+        Raises:
+            SimForcingError: the cache lacks latents that the role needs, or a part has no clips.
+        """
+        needed = DOMAINS[role]
+        if lacking := [d for d in needed if d not in self.arrays]:
+            raise SimForcingError(
+                f"a {role} needs {' and '.join(needed)} latents, the cache has no {' and '.join(lacking)}; encode a "
+                "paired dataset ('simforcing twin pair')"
+            )
+        train, val = (self.clips(preparation, part) for part in ("train", "val"))
+        if len(needed) == 2:
+            return train, val
+        return train.one_domain(needed[0]), val.one_domain(needed[0])
 
 
 def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
@@ -99,7 +128,7 @@ def adapted(start: WorldModel, preparation: Preparation) -> WorldModel:
     """A teacher for other data: the weights of `start`, the statistics, words and conventions of the new data.
 
     Raises:
-        SimForcingError: the latents or clips are of another kind, so the weights would mean nothing.
+        SimForcingError: latents, clips or widths are of another kind, so the weights would mean nothing.
     """
     if start.preparation is None or start.preparation.codec_identity != preparation.codec_identity:
         raise SimForcingError("the model to start from was trained on latents of another codec")
@@ -107,6 +136,13 @@ def adapted(start: WorldModel, preparation: Preparation) -> WorldModel:
         raise SimForcingError(
             f"the model to start from takes clips of {start.preparation.rule}, not {preparation.rule}"
         )
+    widths = {
+        "actions": (start.config.action_dim, len(preparation.action_stats.min)),
+        "states": (start.config.proprio_dim, len(preparation.state_stats.min)),
+    }
+    for name, (ours, theirs) in widths.items():
+        if ours != theirs:
+            raise SimForcingError(f"the model to start from takes {name} of {ours} numbers, the data have {theirs}")
     model = WorldModel(start.config, preparation)
     load_strictly(model, {k: v.clone() for k, v in start.state_dict().items()}, "the model to start from")
     return model

@@ -1,9 +1,10 @@
-"""The simulated twin: robot, replay, rendering. Importing it chooses MuJoCo's renderer before MuJoCo comes.
+"""The simulated twin: robot, replay, rendering. Importing it chooses MuJoCo's renderer, best before MuJoCo comes.
 
 Without `MUJOCO_GL` on Linux it takes EGL, or else OSMesa, whichever library the machine has.
 """
 
 import ctypes
+import importlib
 import os
 import sys
 
@@ -40,7 +41,10 @@ def _choose_renderer() -> None:
     for renderer in _LIBRARIES:
         if not wanted and _loads(renderer):
             os.environ["MUJOCO_GL"] = renderer
-            return
+            break
+    chosen_at_import = sys.modules.get("mujoco.rendering.classic.gl_context")
+    if chosen_at_import is not None:  # MuJoCo came first and looked before the variable was set
+        importlib.reload(chosen_at_import)
 
 
 _choose_renderer()

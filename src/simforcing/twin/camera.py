@@ -6,7 +6,6 @@ centre in the middle.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from simforcing.errors import SimForcingError
+from simforcing.files import write_text
 from simforcing.twin.robot import Robot, pose_matrix
 
 _FLIP = np.diag([1.0, -1.0, -1.0, 1.0])  # OpenCV's axes (x right, y down, looking along z) to ours, and back
@@ -133,9 +133,7 @@ class Camera:
 
     def save(self, path: Path) -> None:
         """Write `camera.json` at `path` (under a temporary name first)."""
-        temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Camera":

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from simforcing.evaluate import strips
 from simforcing.evaluate.metrics import METRICS
 from simforcing.evaluate.report import plots, wording
 from simforcing.evaluate.report.data import Clip, ReportData, Row
+from simforcing.files import write_text
 
 STRIPS = 3
 """Clips whose frames are also shown as a still strip."""
@@ -66,9 +66,7 @@ def write_report(out_dir: str | Path, results: ReportData) -> Path:
         strips.save_png(picture, out / "strips" / f"clip-{i}.png")
         stills.append(Still(_webp(picture), f"Still frames of {clip.name}; rows: {', '.join(videos)}"))
     page = _environment().get_template("index.html.j2").render(stills=stills, **_context(results, clips))
-    partial = out / f".index.html.{os.getpid()}"
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, out / "index.html")
+    write_text(out / "index.html", page)
     return out / "index.html"
 
 
