@@ -31,6 +31,7 @@ from simforcing.evaluate.study import ROWS, SOURCES, Choice, Models, Study, sour
 from simforcing.files import write_text
 from simforcing.model.world_model import WorldModel, bundled_teacher, open_model
 from simforcing.predict.predictor import Predictor
+from simforcing.recipes import recipe
 
 if TYPE_CHECKING:
     from simforcing.cli.demo import Demo, Stages
@@ -229,8 +230,7 @@ def _page(demo: "Demo", found: Findings, protocol: Protocol, log: "Stages") -> R
             "The 'real' camera of the bundled world is a rendered stand-in, not a robot: the page shows that the "
             "method works, not how well it does on your data.",
             "One training seed: intervals are over clips, not over trainings.",
-            "64 x 64 pixels, 13 frames, absolute actions on the video's time axis and a small codec: departures from "
-            "the paper's setting that train on a CPU.",
+            *recipe("demo").notes,
         ],
         fps=found.test.clips.fps,
     )
