@@ -181,15 +181,23 @@ def test_a_step_can_be_drawn_again_alone() -> None:
 
 
 def test_validation_changes_nothing_and_is_logged(new_run: NewRun, tmp_path: Path, uninterrupted: Path) -> None:
-    modes: list[bool] = []
+    modes: list[tuple[str, bool]] = []
 
     def validate(model: WorldModel) -> dict[str, float]:
-        modes.append(model.training)
+        modes.append(("validate", model.training))
         torch.rand(3)
         return {"flow": 0.5}
 
-    train(new_run(tmp_path / "run", config={"validate_seconds": 0.0}, validate=validate))
-    assert modes == [False] * 13  # after every step, and at the end
+    run = new_run(tmp_path / "run", config={"validate_seconds": 0.0}, validate=validate)
+    loss = run.loss
+
+    def watched(model: WorldModel, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        modes.append(("step", model.training))
+        return loss(model, batch, generator)
+
+    run.loss = watched
+    train(run)
+    assert modes == [("step", True), ("validate", False)] * 12 + [("validate", False)]
     log = rows(tmp_path / "run")
     assert [row["step"] for row in log if row.get("val_flow") == 0.5] == [*range(1, 13), 12]
     assert_same_checkpoint(checkpoints(tmp_path / "run")[-1], uninterrupted)

@@ -297,6 +297,20 @@ def test_total_is_the_weighted_sum(student: WorldModel, teacher: WorldModel, bat
     torch.testing.assert_close(terms["total"], 2 * flow + 3 * moved)
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.5, 2), (0.25, 1), (0.0, 1), (1.0, 4)])
+def test_a_share_of_the_simulated_branch_is_that_branch_on_fewer_samples(
+    student: WorldModel, teacher: WorldModel, batch: Batch, share: float, count: int
+) -> None:
+    draws = drawn(student, batch)
+    whole = student_loss(student, teacher, batch, draws, ObjectiveConfig())
+    part = student_loss(student, teacher, batch, draws, ObjectiveConfig(syn_share=share))
+    few = Batch(*(None if x is None else x[:count] for x in batch))
+    alone = student_loss(student, teacher, few, Draws(*(x[:count] for x in draws)), ObjectiveConfig())
+    for kind in ("flow", "motion"):
+        torch.testing.assert_close(part[f"{kind}_real"], whole[f"{kind}_real"])
+        torch.testing.assert_close(part[f"{kind}_syn"], alone[f"{kind}_syn"])
+
+
 def test_a_student_needs_pairs(student: WorldModel, teacher: WorldModel, batch: Batch) -> None:
     with pytest.raises(SimForcingError, match="paired"):
         student_loss(student, teacher, batch._replace(sim_latents=None), drawn(student, batch), ObjectiveConfig())
