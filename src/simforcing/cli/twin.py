@@ -1,18 +1,12 @@
 """`simforcing twin ...`: the simulated twin of real episodes."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from simforcing.errors import SimForcingError
-
-if TYPE_CHECKING:
-    from simforcing.twin.pairs import Report
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,7 @@ class Pair:
         """Make the dataset, print what was made; 0 on success."""
         import numpy as np
 
+        from simforcing.cli.show import progress
         from simforcing.twin.camera import Camera
         from simforcing.twin.pairs import Conventions, pair
         from simforcing.twin.replay import Tolerance, poses
@@ -66,7 +61,7 @@ class Pair:
         robot = Robot.load(self.robot, ee=self.ee)
         camera = Camera.load(self.camera_file) if self.camera_file else None
         offset = None if self.tool_offset is None else poses(np.array([[*self.tool_offset, 0.0]]), "rotvec")[0]
-        with progress() as report:
+        with progress() as show:
             made = pair(
                 self.data,
                 self.out,
@@ -79,7 +74,7 @@ class Pair:
                 tolerance=Tolerance(self.max_error_cm / 100, float(np.radians(self.max_error_degrees))),
                 skip_bad=self.skip_bad,
                 qa_episodes=self.qa_episodes,
-                report=report,
+                report=lambda stage, done, total: show(stage, done / total, f"{done} of {total} episodes"),
             )
         for note in made.notes:
             print(note)
@@ -89,29 +84,3 @@ class Pair:
         miss = f"'{robot.ee_name}' follows the {self.follow} within {1000 * made.worst_position:.2f} mm"
         print(f"{made.out}: {made.episodes} episodes, {made.frames} frames{left_out}; {miss}; see its qa/")
         return 0
-
-
-@contextmanager
-def progress() -> Iterator["Report"]:
-    """A reporter of (stage, done, total): bars on a terminal, else about ten lines a stage on stderr."""
-    if not sys.stderr.isatty():
-        yield _plain
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, int] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = int(bars.add_task(stage, total=total))
-            bars.update(next(t for t in bars.task_ids if int(t) == tasks[stage]), completed=done)
-
-        yield report
-
-
-def _plain(stage: str, done: int, total: int) -> None:
-    step = max(1, total // 10)
-    if done == total or done % step == 0:
-        print(f"{stage}: {done} of {total} episodes", file=sys.stderr, flush=True)
