@@ -234,5 +234,5 @@ def test_command_makes_pairs(
     assert main(["twin", "pair", str(source), str(tmp_path / "out"), "--robot", robot, "--camera", "exterior_2"]) == 0
     said = capsys.readouterr()
     assert "3 episodes, 9 frames; 'panda_link8' follows the state within 0." in said.out
-    assert "render: 3 of 3 episodes" in said.err
+    assert "render: 100 % 3 of 3 episodes" in said.err
     assert len(list((tmp_path / "out/qa").iterdir())) == 3
