@@ -19,7 +19,7 @@ def test_convention_survives_json_form():
     ("stored", "message"),
     [
         ({"rotaton": "rotvec"}, "no key 'rotaton'; did you mean 'rotation'"),
-        ({"rotation": "quaternion"}, "rotation is 'quaternion'; use one of rotvec, euler_xyz"),
+        ({"rotation": "matrix"}, "rotation is 'matrix'; use one of rotvec, euler_xyz, quaternion"),
         ({"kind": "delta"}, "a delta needs relative_to"),
         ({"hz": 0}, "give a positive rate"),
         ({"gripper_range": [1, 0]}, "smaller value first"),

@@ -260,10 +260,16 @@ def test_variable_length_lists_and_named_groups_are_read(dataset_path, tmp_path)
 
 def test_other_places_and_versions(shared, tmp_path):
     data = shared / "data"
-    with pytest.raises(SimForcingError, match=r"LeRobot v2\.1 is not readable by this version"):
-        open_dataset(data / "lerobot_v21")
-    with pytest.raises(SimForcingError, match="not a LeRobot dataset"):
-        open_dataset(data / "bridge")
+    with pytest.raises(SimForcingError, match=r"2 videos \(bridge_real_1\.mp4 \.\.\.\) without actions or states"):
+        open_dataset(data / "odd" / "bridge_real_640x480")
+    with pytest.raises(SimForcingError, match=r"nor another known one; did you mean .*data/bridge"):
+        open_dataset(data)
+    (tmp_path / "old" / "meta").mkdir(parents=True)
+    (tmp_path / "old/meta/info.json").write_text('{"codebase_version": "v1.6"}')
+    with pytest.raises(
+        SimForcingError, match=r"LeRobot v1\.6 is not readable by this version, only v3\.0, v2\.1, v2\.0"
+    ):
+        open_dataset(tmp_path / "old")
     with pytest.raises(SimForcingError, match="no such directory"):
         open_dataset(tmp_path / "nowhere")
     with pytest.raises(SimForcingError, match="is a file"):

@@ -1,5 +1,6 @@
 """Windows, resizing and splits: by hand, against Pillow, and as properties."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -159,6 +160,23 @@ def test_split_file(tmp_path):
 
 
 def test_split_file_with_a_shared_episode_is_refused(tmp_path):
-    save_split(tmp_path / "s.json", {"train": [0, 1], "val": [1]})
+    path = tmp_path / "s.json"
     with pytest.raises(SimForcingError, match="in two parts"):
-        load_split(tmp_path / "s.json")
+        save_split(path, {"train": [0, 1], "val": [1]})
+    assert not path.exists()
+    body = {"source": "", "episodes": {"train": [0, 1], "val": [1]}}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, **body}))
+    with pytest.raises(SimForcingError, match="in two parts"):
+        load_split(path)
+
+
+def test_interndata_rule_takes_every_fourth_frame_and_every_action(tmp_path, write_dataset):
+    rule = ClipRule(33, 4, 32, 48)
+    assert (rule.steps, rule.actions) == (129, 128)
+    dataset = open_dataset(write_dataset(tmp_path / "d", lengths=(131,)))
+    assert starts(131, rule) == [0, 1, 2]
+    clip = load_clip(dataset[0], 2, rule, [REAL])
+    np.testing.assert_array_equal(clip.frames[REAL], dataset[0].frames(REAL, range(2, 131, 4)))
+    np.testing.assert_array_equal(clip.action, dataset[0].action[2:130])
+    np.testing.assert_array_equal(clip.proprio, dataset[0].state[2])

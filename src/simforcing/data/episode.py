@@ -26,9 +26,18 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("absolute", "delta"),
     "relative_to": ("state", "target", None),
     "frame": ("base", "tool"),
-    "rotation": ("rotvec", "euler_xyz"),
+    "rotation": ("rotvec", "euler_xyz", "quaternion"),
     "gripper": ("open_positive", "closed_positive"),
+    "position_unit": ("m", "cm", "mm"),
+    "angle_unit": ("rad", "deg"),
 }
+
+_LATER = {"position_unit": "m", "angle_unit": "rad"}  # left out of stored conventions where they have these values
+
+Rotation = Literal["rotvec", "euler_xyz", "quaternion"]
+Gripper = Literal["open_positive", "closed_positive"]
+PositionUnit = Literal["m", "cm", "mm"]
+AngleUnit = Literal["rad", "deg"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -46,53 +55,101 @@ class ActionConvention:
     = change.
     relative_to: for `delta`, the pose that is changed: the measured `state` or the previous `target`.
     frame: axes of the change or pose, the robot's `base` or the `tool`.
-    rotation: `rotvec` (axis times angle, radians) or `euler_xyz` (R = Rz(yaw) Ry(pitch) Rx(roll), radians).
+    rotation: `rotvec` (axis times angle), `euler_xyz` (R = Rz(yaw) Ry(pitch) Rx(roll)) or `quaternion` (x y z w).
     gripper: sign of the last number; its values lie in `gripper_range`.
-    hz: actions a second.
+    hz: actions a second. position_unit, angle_unit: of the first three numbers, and of rotvec and Euler angles.
     """
 
     kind: Literal["absolute", "delta"] = "absolute"
     relative_to: Literal["state", "target"] | None = None
     frame: Literal["base", "tool"] = "base"
-    rotation: Literal["rotvec", "euler_xyz"] = "rotvec"
-    gripper: Literal["open_positive", "closed_positive"] = "open_positive"
+    rotation: Rotation = "rotvec"
+    gripper: Gripper = "open_positive"
     gripper_range: tuple[float, float] = (0.0, 1.0)
     hz: float = 5.0
+    position_unit: PositionUnit = "m"
+    angle_unit: AngleUnit = "rad"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                listed = ", ".join(str(choice) for choice in choices)
-                raise SimForcingError(f"action convention: {name} is {value!r}; use one of {listed}")
+        _check_choices("action", self)
         if self.kind == "delta" and self.relative_to is None:
             raise SimForcingError("action convention: a delta needs relative_to = state or target")
         if not self.hz > 0:
             raise SimForcingError(f"action convention: hz is {self.hz}; give a positive rate")
-        low, high = self.gripper_range
-        if not low < high:
-            raise SimForcingError(f"action convention: gripper_range is {low} to {high}; give the smaller value first")
+        _check_range("action", self.gripper_range)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {**asdict(self), "gripper_range": list(self.gripper_range)}
+        """JSON-able form. Units that are metres and radians are left out, as in files from before they were named."""
+        return _stored(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> ActionConvention:
         """Inverse of `to_dict`. Raises SimForcingError for an unknown key (with the nearest one) or value."""
-        known = {entry.name for entry in fields(cls)}
-        for name in stored:
-            if name not in known:
-                raise SimForcingError(f"action convention: no key {name!r}; {nearest(name, known)}")
-        values = dict(stored)
-        if "gripper_range" in values:
-            pair = values["gripper_range"]
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise SimForcingError(f"action convention: gripper_range is {pair!r}; give two numbers")
-            values["gripper_range"] = (float(pair[0]), float(pair[1]))
-        if "hz" in values:
-            values["hz"] = float(values["hz"])
-        return cls(**values)
+        return cls(**_restored("action", cls, stored))
+
+
+@dataclass(frozen=True)
+class StateConvention:
+    """What the numbers of a state mean where it is a pose: xyz, rotation, gripper; as in `ActionConvention`.
+
+    Stored in `meta/simforcing.json` under `state`. A pose is that of the end effector in the robot's base frame.
+    """
+
+    rotation: Rotation = "rotvec"
+    gripper: Gripper = "open_positive"
+    gripper_range: tuple[float, float] = (0.0, 1.0)
+    position_unit: PositionUnit = "m"
+    angle_unit: AngleUnit = "rad"
+
+    def __post_init__(self) -> None:
+        _check_choices("state", self)
+        _check_range("state", self.gripper_range)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, units as in `ActionConvention.to_dict`."""
+        return _stored(self)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> StateConvention:
+        """Inverse of `to_dict`. Raises SimForcingError for an unknown key (with the nearest one) or value."""
+        return cls(**_restored("state", cls, stored))
+
+
+def _check_choices(what: str, convention: ActionConvention | StateConvention) -> None:
+    for entry in fields(convention):
+        choices, value = _CHOICES.get(entry.name), getattr(convention, entry.name)
+        if choices is not None and value not in choices:
+            listed = ", ".join(str(choice) for choice in choices)
+            raise SimForcingError(f"{what} convention: {entry.name} is {value!r}; use one of {listed}")
+
+
+def _check_range(what: str, span: tuple[float, float]) -> None:
+    low, high = span
+    if not low < high:
+        raise SimForcingError(f"{what} convention: gripper_range is {low} to {high}; give the smaller value first")
+
+
+def _stored(convention: ActionConvention | StateConvention) -> dict[str, Any]:
+    values = {**asdict(convention), "gripper_range": list(convention.gripper_range)}
+    return {name: value for name, value in values.items() if name not in _LATER or value != _LATER[name]}
+
+
+def _restored(
+    what: str, kind: type[ActionConvention] | type[StateConvention], stored: Mapping[str, Any]
+) -> dict[str, Any]:
+    known = {entry.name for entry in fields(kind)}
+    for name in stored:
+        if name not in known:
+            raise SimForcingError(f"{what} convention: no key {name!r}; {nearest(name, known)}")
+    values = dict(stored)
+    if "gripper_range" in values:
+        pair = values["gripper_range"]
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise SimForcingError(f"{what} convention: gripper_range is {pair!r}; give two numbers")
+        values["gripper_range"] = (float(pair[0]), float(pair[1]))
+    if "hz" in values:
+        values["hz"] = float(values["hz"])
+    return values
 
 
 @dataclass(frozen=True)
@@ -165,6 +222,9 @@ class Dataset(Sequence[Episode]):
         state_names: tuple[str, ...],
         action_names: tuple[str, ...],
         load: Callable[[int], Episode],
+        state_convention: StateConvention | None = None,
+        skipped: Sequence[tuple[int, str]] = (),
+        format: str = "",
     ) -> None:
         self.root = root
         self.fps = fps
@@ -176,6 +236,9 @@ class Dataset(Sequence[Episode]):
         self.tasks = tuple(tasks)
         self.state_names = state_names
         self.action_names = action_names
+        self.state_convention = state_convention
+        self.skipped = tuple(skipped)
+        self.format = format
         self._load = load
 
     def __len__(self) -> int:

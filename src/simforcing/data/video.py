@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +23,7 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from jaxtyping import UInt8
 
+from simforcing.data.problems import Problems
 from simforcing.errors import SimForcingError
 
 GOP = 8
@@ -101,29 +103,77 @@ class VideoWriter:
             self.close()
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Header of a video file: picture size, frames a second, number of frames (0: not said) and codec."""
+
+    height: int
+    width: int
+    fps: float
+    frames: int
+    codec: str
+
+
 class VideoFile:
     """One video file to read from; opened for each call, so it can be pickled and shared between processes.
 
-    fps: the rate that the data set states; a file with another rate is refused. `decoded` counts all frames
-    that were decoded so far, also those passed over on the way to the ones asked for.
+    fps: the rate that the data set states; a file with another rate is refused. None: the file's own, whatever
+    it is (where frames are known to be one a row). `decoded` counts all frames that were decoded so far, also
+    those passed over on the way to the ones asked for.
     """
 
-    def __init__(self, path: Path, fps: float) -> None:
+    def __init__(self, path: Path, fps: float | None) -> None:
         self.path = path
-        self.fps = fps
+        self.stated = fps
         self.decoded = 0
+        self._probe: Probe | None = None
+
+    @property
+    def fps(self) -> float:
+        """Frames a second as stated, else of the container. Raises SimForcingError if the file cannot be read."""
+        return self.stated if self.stated is not None else self.probe().fps
+
+    def probe(self) -> Probe:
+        """What the file's header says; read once. Raises SimForcingError if it cannot be read."""
+        if self._probe is None:
+            self.check()
+            try:
+                with av.open(str(self.path)) as container:
+                    if not container.streams.video:
+                        raise SimForcingError(f"{self.path}: no video stream in it; re-export the dataset")
+                    stream = container.streams.video[0]
+                    fps = float(stream.average_rate or stream.guessed_rate or 0)
+                    size = (stream.codec_context.height, stream.codec_context.width)
+                    self._probe = Probe(size[0], size[1], fps, stream.frames, stream.codec_context.codec.canonical_name)
+            except av.FFmpegError as error:
+                raise SimForcingError(f"{self.path}: cannot be opened ({error.strerror}); restore the file") from error
+        return self._probe
 
     def check(self) -> None:
         """Cheap look from outside. Raises SimForcingError if missing, empty or only a pointer to a file."""
+        fault = self.fault()
+        if fault is not None:
+            raise SimForcingError(fault[1])
+
+    def report(self, problems: Problems, episode: int | None = None) -> None:
+        """As `check`, but reports."""
+        fault = self.fault()
+        if fault is not None:
+            problems.error(fault[0], fault[1], episode=episode, file=self.path)
+
+    def fault(self) -> tuple[str, str] | None:
+        """What is wrong with the file from outside, as kind and message."""
         try:
             with self.path.open("rb") as file:
                 head = file.read(200)
         except OSError:
-            raise SimForcingError(f"{self.path}: video file is missing; download or restore it") from None
+            return "missing_video", f"{self.path}: video file is missing; download or restore it"
         if not head:
-            raise SimForcingError(f"{self.path}: video file has zero bytes; download or restore it")
+            return "empty_video", f"{self.path}: video file has zero bytes; download or restore it"
         if any(mark in head for mark in _POINTERS):
-            raise SimForcingError(f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)")
+            message = f"{self.path}: only a pointer, not the video; fetch the content (git lfs pull)"
+            return "pointer_video", message
+        return None
 
     def at(self, times: Sequence[float]) -> UInt8[np.ndarray, "n H W 3"]:
         """RGB frames at the given times (seconds from the start of the file), in the order given.

@@ -198,8 +198,9 @@ def _fraction_sizes(n: int, fractions: Mapping[str, float]) -> dict[str, int]:
 
 def save_split(path: Path, split: Mapping[str, Sequence[int]], source: str = "") -> None:
     """Write a split with the sha256 of its content; `source` says which dataset it divides. Replaces
-    atomically.
+    atomically. Raises SimForcingError if parts share an episode.
     """
+    _check_disjoint(path, split)
     body = {"source": source, "episodes": {name: list(episodes) for name, episodes in split.items()}}
     write_text(path, json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n")
 
@@ -217,10 +218,14 @@ def load_split(path: Path) -> dict[str, list[int]]:
         raise SimForcingError(f"{path}: not a split file ({error}); write it anew with save_split") from error
     if digest != _digest(body):
         raise SimForcingError(f"{path}: content does not match its sha256; it was edited, write it anew")
+    _check_disjoint(path, split)
+    return split
+
+
+def _check_disjoint(path: Path, split: Mapping[str, Sequence[int]]) -> None:
     every = [episode for episodes in split.values() for episode in episodes]
     if len(every) != len(set(every)):
         raise SimForcingError(f"{path}: an episode is in two parts; write it anew")
-    return split
 
 
 def split_source(path: Path) -> str:
