@@ -1,16 +1,21 @@
-"""`simforcing doctor`: can this machine render, train and write videos?"""
+"""`simforcing doctor`: can this machine render, train and write videos, and what memory does a recipe need?"""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from simforcing.errors import SimForcingError
+
+if TYPE_CHECKING:
+    from simforcing.train.memory import Memory, Row
 
 _GIB = 2**30
 _RENDER = """
@@ -40,19 +45,39 @@ class Check:
 class Doctor:
     """Check Python, torch, off-screen rendering, H.264 encoding and disk space.
 
-    Prints one line a check and exits with 1 when one fails.
+    Prints one line a check and exits with 1 when one fails. With --memory nothing is checked: it prints what a recipe
+    needs in memory and on disk, computed from its configuration.
 
     Example:
       simforcing doctor --path runs
+      simforcing doctor --memory bridge-wan5b --gpus 8
     """
 
     path: Path = Path(".")
     """Where runs will be written."""
     disk_gib: float = 2.0
     """Free space wanted there, GiB."""
+    memory: str | None = None
+    """A recipe whose memory is computed."""
+    gpus: int = 1
+    """With --memory: number of GPUs."""
+    gpu_gib: float = 80.0
+    """With --memory: memory of one of them, GiB."""
+    batch_size: int | None = None
+    """With --memory: clips a GPU and step; default the recipe's."""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """With --memory: what is computed in. Master weights, gradients and optimiser are float32."""
+    windows: int = 1000
+    """With --memory: encoded windows, for the size of the cache on disk."""
+    json: bool = False
+    """With --memory: print JSON, sizes in bytes."""
 
     def run(self) -> int:
         """Run every check, print the table, return 0 when all are ok and 1 otherwise."""
+        if self.memory is not None:
+            return self.run_memory(self.memory)
+        if self.json:
+            raise SimForcingError("--json goes with --memory RECIPE")
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
@@ -66,6 +91,58 @@ class Doctor:
         Console().print(table)
         return 0 if all(check.ok for check in checks) else 1
 
+    def run_memory(self, name: str) -> int:
+        """Prints what the recipe of this name needs.
+
+        Raises:
+            SimForcingError: there is no such recipe, or a number is out of range.
+        """
+        if self.windows < 1 or not self.gpu_gib > 0:
+            raise SimForcingError(f"--windows {self.windows}, --gpu-gib {self.gpu_gib:g}: both must be above zero")
+        from simforcing.recipes import named
+        from simforcing.train.memory import Memory
+
+        need = Memory(named(name), self.gpus, self.batch_size, self.precision)
+        print(self._as_json(need, name) if self.json else self._as_text(need, name))
+        return 0
+
+    def _as_json(self, need: "Memory", name: str) -> str:
+        rows = [asdict(row) | {"total": row.total, "fits": row.fits(self.gpu_gib)} for row in need.rows]
+        return json.dumps(
+            {
+                "recipe": name,
+                "gpus": self.gpus,
+                "gpu_gib": self.gpu_gib,
+                "precision": self.precision,
+                "computed": "from the configuration, not measured",
+                "parameters": need.parameters(),
+                "stages": rows,
+                "encoding": need.encoding(),
+                "disk": need.disk(self.windows),
+            },
+            indent=2,
+        )
+
+    def _as_text(self, need: "Memory", name: str) -> str:
+        count = "1 GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        lines = [
+            f"{name} on {count}: memory per GPU in GiB, computed from the configuration, not measured.",
+            f"Computing in {self.precision}; trained weights, gradients and AdamW's moments in float32.",
+            "",
+            *_stage_lines(need.rows, self.gpu_gib),
+            "",
+            "gathered: weights in the computing type, all of them (none, DDP) or what FSDP2 gathers at once.",
+            *_fit_lines(need, self.gpu_gib),
+        ]
+        for title, values, unit in (
+            ("parameters", need.parameters(), 1),
+            ("encoding, GiB", need.encoding(), _GIB),
+            ("disk, GiB", need.disk(self.windows), _GIB),
+        ):
+            lines += ["", f"{title}:"]
+            lines += [f"  {k:36} {f'{v:,}' if unit == 1 else f'{v / unit:.2f}':>14}" for k, v in values.items()]
+        return "\n".join(lines)
+
     def checks(self) -> list[Callable[[], Check]]:
         """The checks in the order of the table."""
         return [check_python, check_torch, check_rendering, check_video, self.check_disk]
@@ -77,6 +154,35 @@ class Doctor:
             place = place.parent
         free = shutil.disk_usage(place).free / _GIB
         return Check("disk", free >= self.disk_gib, f"{free:.1f} GiB free at {place} ({self.disk_gib:g} wanted)")
+
+
+def _stage_lines(rows: "list[Row]", gpu_gib: float) -> list[str]:
+    """The table of stages, one line a way to run them."""
+    parts = ("weights", "gradients", "optimiser", "gathered", "teacher", "activations", "total")
+    lines = [f"{'stage':10}{'sharding':9}{'recomputed':11}{'clips':>5}{''.join(f'{p:>12}' for p in parts)}  fits"]
+    for row in rows:
+        values = (row.weights, row.gradients, row.optimiser, row.copies, row.teacher, row.activations, row.total)
+        numbers = "".join(f"{v / _GIB:12.2f}" if v else f"{'-':>12}" for v in values)
+        again = "-" if row.stage == "inference" else "each block" if row.checkpointing else "nothing"
+        fits = "yes" if row.fits(gpu_gib) else "no"
+        lines.append(f"{row.stage:10}{row.sharding:9}{again:11}{row.clips:5}{numbers}  {fits}")
+    return lines
+
+
+def _fit_lines(need: "Memory", gpu_gib: float) -> list[str]:
+    """For each stage whether, and how, it fits."""
+    from simforcing.train.memory import RESERVE_GIB, RESERVE_SHARE
+
+    reserve = f"{RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} kept for CUDA, NCCL and fragmentation"
+    lines = [f"On a GPU of {gpu_gib:g} GiB ({reserve}):"]
+    for stage, row in need.cheapest(gpu_gib):
+        if row is None:
+            lines.append(f"  {stage}: does not fit in any of these ways")
+            continue
+        way = "" if row.sharding == "none" else f" with {row.sharding}"
+        how = "" if stage == "inference" else f"{way}, {'' if row.checkpointing else 'no '}activation checkpointing"
+        lines.append(f"  {stage}: fits{how}")
+    return lines
 
 
 def check_python() -> Check:
