@@ -1,15 +1,21 @@
 """Both codecs: what a latent depends on, round trips, and errors."""
 
+import inspect
+import json
+import shutil
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from simforcing.data.windows import resize_crop
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError, SimForcingError
+from simforcing.model import wan_vae
 from simforcing.model.codec import (
     Codec,
     TinyCodec,
@@ -55,7 +61,7 @@ def wan_codec(patch_size: int | None = None) -> WanCodec:
         base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.5, -0.25, 0.0, 1.0],
         latents_std=[2.0, 0.5, 1.5, 1.0], **sides,
     )  # fmt: skip
-    return WanCodec(vae.eval().requires_grad_(False), "random")
+    return WanCodec(vae.eval().requires_grad_(False))
 
 
 @pytest.fixture(scope="module", params=["tiny", "wan"])
@@ -99,9 +105,9 @@ def test_shapes(codec: Codec) -> None:
     [(12, 32, 32, "12 frames"), (0, 32, 32, "0 frames"), (13, 36, 32, "36x32 pixels"), (13, 32, 30, "32x30 pixels")],
 )
 def test_sizes_that_do_not_fit_are_refused(codec: Codec, frames: int, height: int, width: int, what: str) -> None:
-    with pytest.raises(SimForcingError, match=what):
+    with pytest.raises(InputError, match=what):
         codec.latent_shape(frames, height, width)
-    with pytest.raises(SimForcingError, match=what):
+    with pytest.raises(ValueError, match=what):
         codec.encode(torch.zeros(1, 3, frames, height, width))
 
 
@@ -246,9 +252,144 @@ def test_wan_directory_is_loaded(wan: WanCodec, tmp_path: Path) -> None:
     wan.vae.save_pretrained(tmp_path / "vae")
     loaded = load_codec(tmp_path / "vae")
     assert isinstance(loaded, WanCodec)
-    assert loaded.identity == {"codec": "wan", "source": "vae", "channels": 4, "stride": 8}
+    assert {k: v for k, v in loaded.identity.items() if k != "fingerprint"} == {
+        "codec": "wan", "channels": 4, "stride": 8,
+    }  # fmt: skip
+    assert loaded.identity == wan.identity
     assert torch.equal(loaded.encode(video(batch=1)), wan.encode(video(batch=1)))
     assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_wan_identity_is_of_the_latents_and_neither_of_names_nor_of_the_decoder(wan: WanCodec, tmp_path: Path) -> None:
+    wan.vae.save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "other-name")
+    file = tmp_path / "other-name" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    assert load_codec(tmp_path / "other-name").identity == wan.identity
+    save_file(state | {"decoder.conv_in.bias": state["decoder.conv_in.bias"] + 1}, file)
+    assert load_codec(tmp_path / "other-name").identity == wan.identity
+    for name in ("encoder.conv_in.bias", "quant_conv.weight"):
+        save_file(state | {name: state[name] + 1e-3}, file)
+        assert load_codec(tmp_path / "other-name").identity != wan.identity
+    save_file(state, file)
+    config = tmp_path / "other-name" / "config.json"
+    config.write_text(config.read_text().replace("-0.25", "-0.26"))
+    assert load_codec(tmp_path / "other-name").identity != wan.identity
+
+
+def test_half_weights_are_computed_in_float32(wan: WanCodec, tmp_path: Path) -> None:
+    wan.vae.save_pretrained(tmp_path / "vae")
+    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file)
+    loaded = load_codec(tmp_path / "vae")
+    assert loaded.encode(video(batch=1)).dtype == torch.float32
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert loaded.identity != wan.identity
+
+
+def wan22(**sizes: Any) -> Any:
+    """Wan2.2's structure (residual stages, patches of 2, 48 latent channels) at a fraction of its width."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    chosen = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]} | sizes
+    return AutoencoderKLWan(
+        base_dim=4, decoder_base_dim=8, z_dim=48, is_residual=True, in_channels=12, out_channels=12, patch_size=2,
+        latents_mean=list(wan_vae.LATENTS_MEAN), latents_std=list(wan_vae.LATENTS_STD), scale_factor_temporal=4,
+        scale_factor_spatial=16, **chosen,
+    ).eval()  # fmt: skip
+
+
+def original_vae(vae: Any, path: Path, change: Callable[[dict[str, Tensor]], object] = lambda state: None) -> Path:
+    state = {wan_vae.original_name(k, vae.config.num_res_blocks): v for k, v in vae.state_dict().items()}
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+def original_vae_names() -> set[str]:
+    """The names in Wan2.2_VAE.pth, spelled out from its structure: four stages, the last without a resampler."""
+
+    def residual(at: str, shortcut: bool) -> set[str]:
+        names = {f"{at}.residual.{i}.gamma" for i in (0, 3)}
+        layers = [f"{at}.residual.{i}" for i in (2, 6)] + ([f"{at}.shortcut"] if shortcut else [])
+        return names | {f"{layer}.{end}" for layer in layers for end in ("weight", "bias")}
+
+    names: set[str] = set()
+    for half, way, count, widens, in_time in (
+        ("encoder", "down", 2, {1, 2}, {1, 2}), ("decoder", "up", 3, {2, 3}, {0, 1}),
+    ):  # fmt: skip
+        for stage in range(4):
+            inside = f"{half}.{way}samples.{stage}.{way}samples"
+            for j in range(count):
+                names |= residual(f"{inside}.{j}", j == 0 and stage in widens)
+            layers = (["resample.1"] if stage < 3 else []) + (["time_conv"] if stage in in_time else [])
+            names |= {f"{inside}.{count}.{layer}.{end}" for layer in layers for end in ("weight", "bias")}
+        names |= residual(f"{half}.middle.0", False) | residual(f"{half}.middle.2", False)
+        names |= {f"{half}.middle.1.norm.gamma", f"{half}.head.0.gamma"}
+        layers = [f"{half}.{x}" for x in ("middle.1.to_qkv", "middle.1.proj", "conv1", "head.2")]
+        names |= {f"{layer}.{end}" for layer in layers for end in ("weight", "bias")}
+    return names | {f"conv{i}.{end}" for i in (1, 2) for end in ("weight", "bias")}
+
+
+def test_original_names_cover_the_vae_exactly() -> None:
+    names = [wan_vae.original_name(key, 2) for key in wan22().state_dict()]
+    assert len(names) == len(set(names)) == 196
+    assert set(names) == original_vae_names()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}],
+    ids=["wan2.2", "shallow"],
+)
+def test_the_original_file_gives_the_same_codec(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    vae = wan22(**sizes)
+    loaded = load_codec(original_vae(vae, tmp_path / "vae.pth"))
+    assert isinstance(loaded, WanCodec)
+    for key in inspect.signature(type(vae).__init__).parameters.keys() - {"self"}:
+        assert loaded.vae.config[key] == vae.config[key], key
+    assert loaded.identity == WanCodec(vae).identity
+    clip = torch.rand(1, 3, 5, SIDE, SIDE)
+    assert torch.equal(loaded.vae.encode(clip).latent_dist.mode(), vae.encode(clip).latent_dist.mode())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda s: s.pop("decoder.upsamples.0.upsamples.3.time_conv.bias"),
+            r"missing: decoder\.upsamples\.0\.upsamples\.3",
+        ),
+        (lambda s: s.update({"extra": torch.zeros(1)}), "unexpected: extra"),
+        (lambda s: s.update({"conv1.bias": torch.zeros(3)}), r"conv1\.bias \(3,\) instead of \(96,\)"),
+        (lambda s: s.pop("encoder.conv1.weight"), r"missing: encoder\.conv1\.weight"),
+        (lambda s: s.update({"conv2.weight": torch.zeros(16, 16, 1, 1, 1)}), "has 16 latent channels"),
+        (lambda s: [s.pop(k) for k in list(s) if k.startswith("encoder.downsamples")], r"not the VAE of Wan2\.2"),
+    ],
+)
+def test_original_files_that_do_not_fit_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], said: str
+) -> None:
+    with pytest.raises(SimForcingError, match=said) as error:
+        load_codec(original_vae(wan22(), tmp_path / "vae.pth", change))
+    assert "\n" not in str(error.value)
+
+
+def test_directories_that_do_not_fit_are_refused(wan: WanCodec, tmp_path: Path) -> None:
+    wan.vae.save_pretrained(tmp_path / "vae")
+    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    save_file({k: v for k, v in state.items() if k != "quant_conv.bias"}, file)
+    with pytest.raises(SimForcingError, match=r"missing: quant_conv\.bias"):
+        load_codec(tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {"dim_mult": "wide"}))
+    with pytest.raises(SimForcingError, match="no AutoencoderKLWan has these sizes"):
+        load_codec(tmp_path / "vae")
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {"_class_name": "AutoencoderKL"}))
+    with pytest.raises(SimForcingError, match="holds no AutoencoderKLWan"):
+        load_codec(tmp_path / "vae")
 
 
 # -- the bundled one --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError, SimForcingError
 from simforcing.files import partial_path
+from simforcing.model.wan_vae import read_vae
+from simforcing.model.weights import is_torch_file
 
 BUNDLED = "bundled"
 
@@ -50,14 +53,12 @@ class Codec(nn.Module, ABC):
         """C, F, h, w of a video.
 
         Raises:
-            SimForcingError: frames is not 1 + 4 n, or a side is not a multiple of the stride.
+            InputError: frames is not 1 + 4 n, or a side is not a multiple of the stride.
         """
         if frames < 1 or (frames - 1) % self.temporal_stride:
-            raise SimForcingError(
-                f"{frames} frames: the codec takes 1 + {self.temporal_stride} n, such as 13, 21 or 33"
-            )
+            raise InputError(f"{frames} frames: the codec takes 1 + {self.temporal_stride} n, such as 13, 21 or 33")
         if height % self.spatial_stride or width % self.spatial_stride:
-            raise SimForcingError(f"{height}x{width} pixels: both must be multiples of {self.spatial_stride}")
+            raise InputError(f"{height}x{width} pixels: both must be multiples of {self.spatial_stride}")
         return (
             self.channels,
             1 + (frames - 1) // self.temporal_stride,
@@ -236,10 +237,9 @@ class TinyCodec(Codec):
 class WanCodec(Codec):
     """The VAE of Wan2.2-TI2V-5B: 4 x 16 x 16, 48 channels; posterior mean, normalised by its published constants."""
 
-    def __init__(self, vae: Any, source: str) -> None:
+    def __init__(self, vae: Any) -> None:
         super().__init__()
         self.vae = vae
-        self.source = source
         self.channels = vae.config.z_dim
         self.spatial_stride = 8 * (vae.config.patch_size or 1)
         self.mean: Tensor
@@ -261,34 +261,41 @@ class WanCodec(Codec):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Name of the weights and sizes."""
+        """Sizes, and a fingerprint of all weights that latents depend on; the same from either layout of the VAE."""
         return {
             "codec": "wan",
-            "source": self.source,
             "channels": self.channels,
             "stride": self.spatial_stride,
+            "fingerprint": self._fingerprint,
         }
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of the encoder's weights and the normalisation, in float32: as they were when first asked for."""
+        digest = hashlib.sha256()
+        encoding = {k: v for k, v in self.state_dict().items() if not k.startswith(("vae.decoder.", "vae.post_"))}
+        for name, value in sorted(encoding.items()):
+            digest.update(name.encode())
+            digest.update(memoryview(value.float().cpu().contiguous().numpy()).cast("B"))
+        return digest.hexdigest()[:16]
 
 
 def load_codec(source: str | Path = BUNDLED) -> Codec:
-    """`bundled`, a file of the small codec, or a directory with diffusers' `AutoencoderKLWan`.
+    """The codec at `source`, in float32.
+
+    `source`: `bundled`, a file of the small codec, a directory with diffusers' `AutoencoderKLWan`, or an original
+    `Wan2.2_VAE.pth`.
 
     Raises:
-        SimForcingError: there is no codec at `source`.
+        SimForcingError: there is no codec at `source`, or it is damaged.
     """
     if str(source) == BUNDLED:
         return TinyCodec.load(Path(str(files("simforcing") / "assets" / "codec.safetensors")))
     path = Path(source)
-    if path.is_dir():
-        from diffusers import AutoencoderKLWan
-
-        try:
-            vae = AutoencoderKLWan.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise SimForcingError(f"{path} holds no AutoencoderKLWan: {error}") from error
-        return WanCodec(vae.eval().requires_grad_(False), path.name)
+    if path.is_dir() or (path.is_file() and is_torch_file(path)):
+        return WanCodec(read_vae(path).float())
     if path.is_file():
         return TinyCodec.load(path)
     raise SimForcingError(
-        f"no codec at {source}: give '{BUNDLED}', a .safetensors file or a directory of AutoencoderKLWan"
+        f"no codec at {source}: give '{BUNDLED}', a .safetensors file, a directory of AutoencoderKLWan or its .pth"
     )

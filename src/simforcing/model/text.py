@@ -1,11 +1,11 @@
-"""Prompts and their token embeddings: MiniLM from a cache or its package, or deterministic hashed words.
+"""Prompts and their token embeddings: MiniLM from a cache or its package, deterministic hashed words, or UMT5.
 
-Legend: B prompts, L context tokens (valid ones first, the rest zero), n valid tokens of one prompt.
+Legend: B prompts, L context tokens (valid ones first, the rest zero), n valid tokens of one prompt, X text width.
 
-The small models of this project read 384 numbers a token. `minilm` is sentence-transformers'
-all-MiniLM-L6-v2; its embeddings of the bundled world's prompts ship in the package, so the demo needs no text
-model. `hashed-words` needs none for any prompt, and knows nothing about meaning or word order. A checkpoint
-records the encoder's name; one never replaces the other silently.
+The small models of this project read 384 numbers a token, the released ones 4096 (UMT5, in `umt5.py`). `minilm` is
+sentence-transformers' all-MiniLM-L6-v2; its embeddings of the bundled world's prompts ship in the package, so the demo
+needs no text model. `hashed-words` needs none for any prompt, and knows nothing about meaning or word order. A
+checkpoint records the encoder's name; one never replaces the other silently.
 """
 
 import hashlib
@@ -72,20 +72,27 @@ class TextEncoder(ABC):
     def load(source: str | Path = "minilm", length: int = LENGTH) -> "TextEncoder":
         """The encoder that a configuration names.
 
-        `source`: `minilm`, `hashed-words`, or a cache file (.safetensors) made by `save_cache`, which is read
-        before the bundled one. `length`: context tokens L. Raises SimForcingError for anything else, and for
-        a cache that cannot be read.
+        `source`: `minilm`, `hashed-words`, a cache file (.safetensors) made by `MiniLM.save_cache`, which is read
+        before the bundled one, `umt5:DIR` with the weights of Wan2.2's text encoder, or a directory of its
+        embeddings in files. `length`: context tokens L. Raises SimForcingError for anything else, and for what
+        cannot be read.
         """
+        from simforcing.model.umt5 import PREFIX, UMT5, T5Cache, is_cache  # they are text encoders: not before this
+
         if source == HashedWords.name:
             return HashedWords(length)
         if source == MiniLM.name:
             return MiniLM(length)
         if Path(source).suffix == ".safetensors":
             return MiniLM(length, caches=(Path(source), BUNDLED))
-        choices = f"{MiniLM.name}, {HashedWords.name} or a cache file (.safetensors)"
+        if str(source).startswith(PREFIX):
+            return UMT5(Path(str(source).removeprefix(PREFIX)), length)
+        if is_cache(Path(source)):
+            return T5Cache(Path(source), length)
+        choices = f"{MiniLM.name}, {HashedWords.name}, a cache (.safetensors or directory) or {PREFIX}DIR"
         raise SimForcingError(f"text encoder {str(source)!r}: there is {choices}")
 
-    def encode(self, prompts: Sequence[str]) -> tuple[Float32[Tensor, "B L 384"], Bool[Tensor, "B L"]]:
+    def encode(self, prompts: Sequence[str]) -> tuple[Float32[Tensor, "B L X"], Bool[Tensor, "B L"]]:
         """Embeddings, zero beyond each prompt's tokens, and the mask of the tokens that are there.
 
         Raises SimForcingError for a prompt without tokens, or with more than `length`: nothing is cut off.
@@ -108,7 +115,7 @@ class TextEncoder(ABC):
         return context, mask
 
     @abstractmethod
-    def tokens(self, text: str) -> Float32[Tensor, "n 384"]:
+    def tokens(self, text: str) -> Float32[Tensor, "n X"]:
         """Embeddings of one prompt's tokens, in their order, without padding."""
 
 
