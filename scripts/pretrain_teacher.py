@@ -28,7 +28,7 @@ from simforcing.recipes import recipe
 from simforcing.train.batches import from_cache
 from simforcing.train.checkpoint import claim_run
 from simforcing.train.loop import Run, train
-from simforcing.train.roles import new_model, new_preparation, single_loss
+from simforcing.train.roles import flow_loss, new_model, new_preparation
 from simforcing.train.validate import validation
 from simforcing.twin.playground import WorldConfig, episode
 
@@ -160,7 +160,7 @@ def main(args: Args) -> None:
     run = Run(
         model,
         train_clips,
-        single_loss,
+        flow_loss(),
         config,
         args.out,
         validation(test_clips),

@@ -8,15 +8,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """Directory of the reference vectors, real episodes and robots (`SIMFORCING_SHARED`, default `../shared`).
-
-    Skips with a reason where it is missing, and fails instead when `CI` is set.
-    """
-    path = Path(os.environ.get("SIMFORCING_SHARED", ROOT.parent / "shared"))
+def _directory(path: Path, variable: str) -> Path:
+    """The directory, if it is there; else a skip with a reason, or a failure where `CI` is set."""
     if not path.is_dir():
-        reason = f"no shared test data at {path}; set SIMFORCING_SHARED"
+        reason = f"no test data at {path}; set {variable}"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -24,6 +19,15 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def parity(shared: Path) -> Path:
+def shared() -> Path:
+    """Directory of the reference vectors, real episodes and robots (`SIMFORCING_SHARED`, default `../shared`)."""
+    return _directory(Path(os.environ.get("SIMFORCING_SHARED", ROOT.parent / "shared")), "SIMFORCING_SHARED")
+
+
+@pytest.fixture(scope="session")
+def parity(request: pytest.FixtureRequest) -> Path:
     """Directory of the parity vectors (`SIMFORCING_PARITY_DIR`, default `<shared>/reference`)."""
-    return Path(os.environ.get("SIMFORCING_PARITY_DIR", shared / "reference"))
+    if given := os.environ.get("SIMFORCING_PARITY_DIR"):
+        return _directory(Path(given), "SIMFORCING_PARITY_DIR")
+    shared: Path = request.getfixturevalue("shared")
+    return _directory(shared / "reference", "SIMFORCING_PARITY_DIR")

@@ -1,5 +1,25 @@
-"""The one exception that a user is meant to read."""
+"""The exceptions that a user is meant to read."""
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class SimForcingError(Exception):
     """Bad input, in one line: what is wrong, where, and what to do. The command line exits with code 2."""
+
+
+class InputError(SimForcingError, ValueError):
+    """An argument of a function has the wrong shape or values; names argument, what it is and what it must be."""
+
+
+def check_shape(name: str, value: Any, wanted: Sequence[int | str]) -> None:
+    """Compares an array's shape with numbers, or names of sizes that may be anything.
+
+    Raises:
+        InputError: they differ.
+    """
+    got = tuple(value.shape)
+    fits = len(got) == len(wanted) and all(isinstance(w, str) or w == g for w, g in zip(wanted, got, strict=True))
+    if not fits:
+        shape = ", ".join(str(w) for w in wanted)
+        raise InputError(f"{name} has shape {list(got)}, it must be [{shape}]")

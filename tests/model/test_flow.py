@@ -1,40 +1,12 @@
-"""The schedule against the reference numbers, and its end points."""
-
-from pathlib import Path
+"""The schedule: its end points, what it averages to, and its precision."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from simforcing.errors import SimForcingError
 from simforcing.model.flow import Flow, noised
-
-
-@pytest.fixture(scope="module")
-def losses(parity: Path) -> dict[str, Tensor]:
-    return {k: v for k, v in load_file(parity / "loss.safetensors").items() if k.startswith("sched.")}
-
-
-@pytest.fixture(scope="module")
-def samples(parity: Path) -> dict[str, Tensor]:
-    return load_file(parity / "sample.safetensors")
-
-
-def test_training_weight_equals_the_reference(losses: dict[str, Tensor]) -> None:
-    weight = Flow().weight(losses["sched.t"])
-    torch.testing.assert_close(weight, losses["sched.training_weight"], atol=1e-6, rtol=1e-5)
-
-
-def test_timestep_of_a_uniform_number_equals_the_reference(losses: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(Flow().timestep(losses["sched.u"]), losses["sched.phi_u_x1000"], atol=1e-4, rtol=1e-6)
-
-
-def test_weight_is_the_bell_less_its_minimum_over_its_mean(losses: dict[str, Tensor]) -> None:
-    low, mean = losses["sched.ymin_norm"].tolist()
-    t = torch.linspace(0, 1000, 41)
-    bell = torch.exp(-2 * ((t.double() - 500) / 1000) ** 2)
-    torch.testing.assert_close(Flow().weight(t).double() * mean + low, bell, atol=1e-6, rtol=0)
 
 
 def test_weight_is_zero_at_both_ends_and_one_on_average_of_the_grid() -> None:
@@ -50,23 +22,25 @@ def test_weight_is_float32_whatever_it_is_given(kind: torch.dtype) -> None:
     assert Flow().weight(torch.tensor([500.0], dtype=kind)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 5, 10, 20])
-def test_sampling_steps_equal_the_reference(samples: dict[str, Tensor], n: int) -> None:
-    timesteps, deltas = Flow().steps(n)
-    torch.testing.assert_close(timesteps, samples[f"sched.{n}.timesteps"], atol=1e-3, rtol=1e-6)
-    torch.testing.assert_close(deltas, samples[f"sched.{n}.deltas"], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
-@pytest.mark.parametrize("n", [1, 3, 7, 50])
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 200), shift=st.floats(1.0, 12.0))
 def test_sampling_starts_at_pure_noise_and_ends_at_none(n: int, shift: float) -> None:
     timesteps, deltas = Flow(shift=shift).steps(n)
     assert timesteps.dtype == deltas.dtype == torch.float32
-    assert float(timesteps[0]) == 1000
+    assert float(timesteps[0]) == pytest.approx(1000, abs=1e-3)
     assert bool((deltas < 0).all())
     # where the last step starts is where it goes to zero from: nothing is left
     assert float(timesteps[-1] / 1000 + deltas[-1]) == pytest.approx(0, abs=1e-7)
     assert float(deltas.sum()) == pytest.approx(-1, abs=1e-6)
+
+
+def test_steps_rounded_to_bfloat16_do_not_add_up() -> None:
+    """Why they are float32: what the released code rounds to stops short of the clean video."""
+    timesteps, deltas = Flow().steps(10, torch.bfloat16)
+    assert timesteps.dtype == deltas.dtype == torch.float32
+    assert float(deltas.double().sum()) == pytest.approx(-0.99976, abs=1e-5)
+    error = (timesteps - Flow().steps(10).timesteps).abs().max()
+    assert 1 < float(error) < 2
 
 
 def test_without_shift_the_steps_are_even() -> None:

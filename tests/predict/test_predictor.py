@@ -161,17 +161,30 @@ def test_guidance_without_simulation_is_refused(model: WorldModel, start: Start)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: replace(s, real_first=s.real_first[:, :, :16]), "first frames are 16x16; the model takes 16x32"),
-        (lambda s: replace(s, action=s.action[:, :7]), "7 actions: the model takes 8 a clip"),
-        (lambda s: replace(s, action=s.action[:, :, :6]), "normaliser of width 7"),
-        (lambda s: replace(s, seeds=[1, 2]), "2 seeds for 5 clips"),
+        (lambda s: replace(s, real_first=s.real_first[:, :, :16]), r"first_real .*\[5, 16, 16, 3\].*\[5, 16, 32, 3\]"),
+        (lambda s: replace(s, real_first=s.real_first[:4]), r"first_real has shape \[4, 16, 32, 3\].*\[5, 16, 32, 3\]"),
+        (lambda s: replace(s, sim_first=s.sim_first[:4]), r"first_sim has shape \[4, 16, 32, 3\].*\[5, 16, 32, 3\]"),
+        (lambda s: replace(s, action=s.action[:, :7]), r"action has shape \[5, 7, 7\], it must be \[5, 8, 7\]"),
+        (lambda s: replace(s, action=s.action[:, :, :6]), r"action has shape \[5, 8, 6\], it must be \[5, 8, 7\]"),
+        (lambda s: replace(s, action=s.action * np.nan), r"action of shape \[5, 8, 7\] holds NaN"),
+        (lambda s: replace(s, proprio=s.proprio[:4]), r"proprio has shape \[4, 7\], it must be \[5, 7\]"),
+        (lambda s: replace(s, proprio=s.proprio * np.nan), r"proprio of shape \[5, 7\] holds NaN"),
+        (lambda s: replace(s, seeds=[1, 2]), "seeds has 2 numbers, it must have 5"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(
     model: WorldModel, start: Start, change: Callable[[Start], Start], message: str
 ) -> None:
-    with pytest.raises(SimForcingError, match=message):
+    with pytest.raises(ValueError, match=message):
         Predictor(model).real(change(start), 1)
+    with pytest.raises(SimForcingError, match=message):
+        Predictor(model).predict(change(start), 0.6, 1, 1)
+
+
+def test_the_front_door_refuses_too(model: WorldModel, start: Start) -> None:
+    assert start.sim_first is not None
+    with pytest.raises(ValueError, match=r"action has shape \[4, 8, 7\], it must be \[5, 8, 7\]"):
+        model.predict(start.real_first, start.sim_first, start.action[:4], start.proprio, start.tasks)
 
 
 def test_a_model_that_does_not_say_how_its_inputs_are_prepared_is_refused(model: WorldModel) -> None:

@@ -44,11 +44,10 @@ class Evaluate(Sampling):
         from simforcing.evaluate.protocol import Protocol, hash_clips
         from simforcing.evaluate.statistics import bootstrap
         from simforcing.files import write_text
-        from simforcing.model.world_model import open_model
         from simforcing.predict.predictor import Predictor
 
         check_targets(self.out)
-        predictor, dataset = Predictor(open_model(self.checkpoint)), open_dataset(self.data)
+        predictor, dataset = Predictor(self.open(self.checkpoint)), open_dataset(self.data)
         check_dataset(predictor, dataset, self.checkpoint)
         rule = predictor.preparation.rule
         clips = evaluation_clips(dataset, rule, held_out(dataset, self.split, self.part), self.per_episode)

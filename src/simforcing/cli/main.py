@@ -49,11 +49,17 @@ class Command:
 
 COMMANDS = (
     Command(("demo",), "demo:Demo", "the whole road on the bundled world, ends with a report page"),
+    Command(("data", "audit"), "data:AuditCommand", "what a dataset of any format is, and what is wrong with it"),
+    Command(("data", "convert"), "data:ConvertCommand", "any supported dataset to LeRobot v3.0"),
+    Command(("twin", "calibrate"), "calibrate:Calibrate", "where the camera stands, from real episodes: camera.json"),
     Command(("twin", "pair"), "twin:Pair", "add the simulated view to a dataset: paired dataset and QA"),
+    Command(("twin", "augment"), "twin:Augment", "simulated rollouts on augmented trajectories, for the teacher"),
     Command(("encode",), "encode:Encode", "latents and text of a paired dataset, once, to the cache"),
     Command(("train",), "train:Train", "train a teacher, a student or a baseline; resumes by itself"),
     Command(("predict",), "predict:Predict", "what the camera will see: one or many clips"),
     Command(("evaluate",), "evaluate:Evaluate", "numbers with their protocol"),
+    Command(("import",), "convert:Import", "the authors' or Wan2.2's weights to a model directory"),
+    Command(("export",), "convert:Export", "a model directory to the authors' checkpoint file"),
     Command(("doctor",), "doctor:Doctor", "check this machine"),
 )
 

@@ -39,14 +39,13 @@ class Predict(Sampling):
         from simforcing.data.windows import load_clip
         from simforcing.errors import SimForcingError
         from simforcing.evaluate import metrics, strips
-        from simforcing.model.world_model import open_model
         from simforcing.predict.predictor import Predictor, Start
 
         picture = self.out.with_suffix(".png")
         check_targets(self.out, picture)
         if self.out.suffix != ".mp4":
             raise SimForcingError(f"{self.out}: the video's name must end in .mp4")
-        predictor = Predictor(open_model(self.checkpoint))
+        predictor = Predictor(self.open(self.checkpoint))
         dataset = open_dataset(self.data)
         check_dataset(predictor, dataset, self.checkpoint)
         cameras = [key for key in (REAL, SIM) if key in dataset.cameras]

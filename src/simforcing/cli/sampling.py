@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from simforcing.data.episode import Dataset
+    from simforcing.model.world_model import WorldModel
     from simforcing.predict.predictor import Predictor, Start
 
 
@@ -33,6 +34,15 @@ class Sampling:
     """Another model to predict the simulation, such as the teacher."""
     seed: int = 0
     """Noise."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
+
+    def open(self, source: str | Path) -> "WorldModel":
+        """The model of this name, on the device."""
+        from simforcing.model.device import pick_device
+        from simforcing.model.world_model import open_model
+
+        return open_model(source).to(pick_device(self.device))
 
     @property
     def source(self) -> str:
@@ -47,7 +57,6 @@ class Sampling:
         Raises:
             SimForcingError: the rendered simulation is asked for and missing, or the simulating model does not fit.
         """
-        from simforcing.model.world_model import open_model
         from simforcing.predict.predictor import Predictor
 
         if self.w == 0:
@@ -58,7 +67,7 @@ class Sampling:
             return predictor.encode(rendered)
         if self.sim_model is None:
             return predictor.simulation(begin, self.sim_steps)
-        other = Predictor(open_model(self.sim_model), predictor.codec)
+        other = Predictor(self.open(self.sim_model), predictor.codec)
         _same_convention(other, predictor.preparation.action.to_dict(), self.sim_model, "the model to predict with")
         return other.simulation(begin, self.sim_steps)
 

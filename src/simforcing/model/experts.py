@@ -1,15 +1,17 @@
 """The two experts: their parameters, embeddings and the block arithmetic that both share.
 
-Legend: B batch, F latent frames, H W latent grid, S tokens (f h w order, `hw` a frame), A action steps, D width,
-h heads, d head width, L context tokens, C channels.
+Legend: B batch, F latent frames, H W latent grid, S tokens (f h w order, `hw` a frame), G groups of tokens that share a
+time, A action steps, D width, h heads, d head width, L context tokens, C channels.
 
 A video expert's parameters carry the names of diffusers' `WanTransformer3DModel`, so hub weights load as they are.
 An expert may be narrower than its attention (h d != D): the action expert shares the video expert's heads.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as functional
@@ -17,7 +19,11 @@ from einops import rearrange
 from jaxtyping import Complex64, Float, Float32
 from torch import Tensor, nn
 
+from simforcing.errors import InputError
+
 KeysValues = tuple[Float[Tensor, "B h S d"], Float[Tensor, "B h S d"]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,14 @@ class ExpertConfig:
     text_dim: int
     freq_dim: int = 256
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2 or self.head_dim < 6:
+            raise InputError(
+                f"head_dim = {self.head_dim}: rotary pairs over frame, height and width need an even 6 or more"
+            )
+        if self.freq_dim % 2:
+            raise InputError(f"freq_dim = {self.freq_dim}: pairs of cosine and sine need an even number")
 
     @property
     def attention_dim(self) -> int:
@@ -61,20 +75,34 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * side, side, side
 
 
-def video_rope(frames: int, height: int, width: int, head_dim: int) -> Complex64[Tensor, "S half_d"]:
+# Rotary tables are small and the same in every call, so each is made once for a device. Out of inference mode, because
+# a table made in it could not be used in training later.
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def video_rope(
+    frames: int, height: int, width: int, head_dim: int, device: torch.device | None = None
+) -> Complex64[Tensor, "S half_d"]:
     """Rotary table of video tokens in f, h, w order."""
     table = [_turns(torch.arange(n), d) for n, d in zip((frames, height, width), axis_dims(head_dim), strict=True)]
     f, h, w = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
     turns = torch.cat([t[i.flatten()] for t, i in zip(table, (f, h, w), strict=True)], dim=1)
-    return turns.to(torch.complex64)
+    return turns.to(device, torch.complex64)
 
 
-def index_rope(steps: int, head_dim: int) -> Complex64[Tensor, "A half_d"]:
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def index_rope(steps: int, head_dim: int, device: torch.device | None = None) -> Complex64[Tensor, "A half_d"]:
     """Rotary table of action tokens by their index, over the whole head: the released model's."""
-    return _turns(torch.arange(steps), head_dim).to(torch.complex64)
+    return _turns(torch.arange(steps), head_dim).to(device, torch.complex64)
 
 
-def frame_rope(steps: int, frames: int, head_dim: int) -> Complex64[Tensor, "A half_d"]:
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def frame_rope(
+    steps: int, frames: int, head_dim: int, device: torch.device | None = None
+) -> Complex64[Tensor, "A half_d"]:
     """Rotary table of action tokens on the video's own time axis, no turn in height and width.
 
     Latent frame 0 is pixel frame 0; latent frame k holds the next `steps / (frames - 1)` action steps. Action i leads
@@ -84,11 +112,15 @@ def frame_rope(steps: int, frames: int, head_dim: int) -> Complex64[Tensor, "A h
     time = (torch.arange(steps, dtype=torch.float64) + 1 + (stride - 1) / 2) / stride
     turns = _turns(time, axis_dims(head_dim)[0])
     rest = turns.new_ones(steps, head_dim // 2 - turns.shape[1])
-    return torch.cat([turns, rest], dim=1).to(torch.complex64)
+    return torch.cat([turns, rest], dim=1).to(device, torch.complex64)
 
 
 def rotate(x: Float[Tensor, "B S h d"], rope: Complex64[Tensor, "S half_d"]) -> Float[Tensor, "B S h d"]:
     """Turns adjacent pairs of each head by the table, in float32."""
+    if torch.compiler.is_compiling():  # compilers fuse real arithmetic; eager, one complex product is 20 times faster
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = torch.view_as_real(rope[:, None]).unbind(-1)
+        return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2).to(x.dtype)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rope[:, None]).flatten(-2).to(x.dtype)
 
@@ -111,7 +143,40 @@ def attend(
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """LayerNorm without parameters, times (1 + scale), plus shift."""
+    if scale.numel() == x.shape[-1]:  # one time for all tokens: the norm's own fused gain and bias
+        return functional.layer_norm(x, x.shape[-1:], 1 + scale.flatten(), shift.flatten(), eps)
     return torch.addcmul(shift, functional.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+
+
+def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU in its tanh form, 0.5 x (1 + tanh(u)) = x sigmoid(2 u).
+
+    On a CPU in inference by the second form, since torch's tanh takes three times as long as its sigmoid there.
+    """
+    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return functional.gelu(x, approximate="tanh")
+    rate = 2 * math.sqrt(2 / math.pi)
+    double = torch.addcmul(x.new_tensor(rate), x, x, value=0.044715 * rate).mul_(x)
+    return double.sigmoid_().mul_(x)
+
+
+class Unit(nn.Module):
+    """A module that is called with the work to be done with its parameters.
+
+    One call is what DDP and FSDP hook into; `around`, where it is set, calls the work: it may compute it again in the
+    backward pass, or in another type.
+    """
+
+    around: Callable[..., Any] | None = None
+
+    def forward(self, work: Callable[..., Any], *args: Any) -> Any:
+        """`work(self, *args)`."""
+        return work(self, *args) if self.around is None else self.around(work, self, *args)
+
+    def run(self, work: Callable[Concatenate[Self, P], R], *args: P.args, **none: P.kwargs) -> R:
+        """Calls the unit, with types."""
+        result: R = self(work, *args)
+        return result
 
 
 class Attention(nn.Module):
@@ -154,7 +219,7 @@ class _Projection(nn.Module):
         self.proj = nn.Linear(dim, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.gelu(self.proj(x), approximate="tanh")
+        return gelu(self.proj(x))
 
 
 class FeedForward(nn.Module):
@@ -170,7 +235,7 @@ class FeedForward(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class Block(Unit):
     """Parameters of one transformer block, and its parts that follow the (joint) self-attention."""
 
     def __init__(self, config: ExpertConfig) -> None:
@@ -218,7 +283,7 @@ class ConditionEmbedder(nn.Module):
     def text(self, context: Float[Tensor, "B L X"]) -> Float[Tensor, "B L D"]:
         """Context tokens at the expert's width."""
         embedder = self.text_embedder
-        result: Tensor = embedder.linear_2(functional.gelu(embedder.linear_1(context), approximate="tanh"))
+        result: Tensor = embedder.linear_2(gelu(embedder.linear_1(context)))
         return result
 
 
@@ -255,16 +320,21 @@ class VideoExpert(Expert):
 
     def embed(self, latents: Float[Tensor, "B C F H W"]) -> Float[Tensor, "B S D"]:
         """Patch tokens in f, h, w order."""
-        return patch_linear(patches(latents, self.patch), self.patch_embedding)
+        flat = patches(latents, self.patch).to(self.patch_embedding.weight.dtype)
+        return patch_linear(flat, self.patch_embedding)
 
     def unembed(
-        self, x: Float[Tensor, "B F hw D"], embedding: Float[Tensor, "B F D"], grid: tuple[int, int]
+        self, x: Float[Tensor, "B G n D"], embedding: Float[Tensor, "B G D"], grid: tuple[int, int, int]
     ) -> Float[Tensor, "B C F H W"]:
-        """Head: modulated by the time embedding itself (not its projection), then patches back to latents."""
+        """Head: modulated by the time embedding itself (not its projection), then patches back to latents.
+
+        G groups of tokens share a time; `grid` counts patches.
+        """
         shift, scale = (self.scale_shift_table[:, None] + embedding[:, :, None]).unsqueeze(3).unbind(2)
-        y: Tensor = self.proj_out(modulated(x, shift, scale, self.config.eps))
-        t, p, q = self.patch
-        latents: Tensor = rearrange(y, "b f (h w) (t p q c) -> b c (f t) (h p) (w q)", h=grid[0], t=t, p=p, q=q)
+        y: Tensor = self.proj_out(modulated(x, shift, scale, self.config.eps)).flatten(1, 2)
+        (f, h, w), (t, p, q) = grid, self.patch
+        sizes = {"f": f, "h": h, "w": w, "t": t, "p": p, "q": q}
+        latents: Tensor = rearrange(y, "b (f h w) (t p q c) -> b c (f t) (h p) (w q)", **sizes)
         return latents
 
 

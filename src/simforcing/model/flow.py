@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError
 
 
 class Steps(NamedTuple):
@@ -56,16 +56,19 @@ class Flow:
         low, mean = self._bell
         return (self._height(timestep.float()) - low) / (mean + 1e-10)
 
-    def steps(self, n: int) -> Steps:
-        """`n` Euler steps; the last one ends at noise level 0 exactly.
+    def steps(self, n: int, rounded: torch.dtype = torch.float32) -> Steps:
+        """`n` Euler steps; the last one ends at noise level 0 exactly, unless they are rounded to another dtype.
+
+        The released code rounds to the weights' dtype: in bfloat16 ten steps sum to -0.99976.
 
         Raises:
-            SimForcingError: n < 1.
+            InputError: n < 1.
         """
         if n < 1:
-            raise SimForcingError(f"{n} sampling steps: at least 1 is needed")
+            raise InputError(f"{n} sampling steps: at least 1 is needed")
         sigma = self.sigma(torch.linspace(1, 0, n + 1, dtype=torch.float32))
-        return Steps(timesteps=self.train_steps * sigma[:-1], deltas=sigma.diff())
+        timesteps, deltas = self.train_steps * sigma[:-1], sigma.diff()
+        return Steps(timesteps.to(rounded).float(), deltas.to(rounded).float())
 
 
 def noised(

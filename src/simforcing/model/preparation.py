@@ -39,6 +39,7 @@ class Preparation:
     text: str = "minilm"
     text_length: int = 32
     text_pooling: Literal["tokens", "mean"] = "mean"
+    text_padding: Literal["masked", "zeros"] = "masked"
     prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
 
     def context(self, tasks: Sequence[str], domain: Domain) -> tuple[Float[Tensor, "B L X"], Bool[Tensor, "B L"]]:
@@ -46,7 +47,9 @@ class Preparation:
         texts = [self.prompts[domain].format(task=task) for task in tasks]
         context, mask = self._encoder.encode(texts)
         if self.text_pooling == "tokens":
-            return context, mask
+            if self.text_padding == "masked":
+                return context, mask
+            return torch.where(mask[..., None], context, 0), torch.ones_like(mask)
         count = mask.sum(1, keepdim=True)
         return (context.sum(1) / count)[:, None], torch.ones(len(tasks), 1, dtype=torch.bool)
 
@@ -92,12 +95,11 @@ class Preparation:
         """
         try:
             rest = {k: v for k, v in plain.items() if k not in ("rule", "action")}
-            action = plain["action"] | {"gripper_range": tuple(plain["action"]["gripper_range"])}
             return cls(
                 action_stats=Normalizer.from_dict(stats["action"]),
                 state_stats=Normalizer.from_dict(stats["state"]),
                 rule=ClipRule(**plain["rule"]),
-                action=ActionConvention(**action),
+                action=ActionConvention.from_dict(plain["action"]),
                 **rest,
             )
         except (KeyError, TypeError) as error:

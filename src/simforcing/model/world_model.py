@@ -21,13 +21,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError, SimForcingError, check_shape
 from simforcing.files import partial_path
-from simforcing.model.experts import ActionExpert, ExpertConfig, VideoExpert, frame_rope, index_rope
+from simforcing.model.checks import check_inputs
+from simforcing.model.experts import ActionExpert, ExpertConfig, Unit, VideoExpert, frame_rope, index_rope, video_rope
 from simforcing.model.flow import Flow
-from simforcing.model.mixture import Condition, action_keys_values, denoise
+from simforcing.model.mixture import Condition, action_keys_values, denoise, remember_first
 from simforcing.model.preparation import Preparation
-from simforcing.model.sim_condition import SimCondition
+from simforcing.model.sim_condition import SimCondition, SimResiduals
 
 if TYPE_CHECKING:
     from simforcing.predict.predictor import Prediction, Predictor
@@ -35,7 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorldModelConfig:
-    """Sizes and choices of the network; what prepares its inputs is in `Preparation`."""
+    """Sizes and choices of the network; what prepares its inputs is in `Preparation`.
+
+    attention: of video tokens. `first_frame_causal`: the first frame sees no later one (SimForcing); `bidirectional`:
+        it sees all, as in Wan2.2 itself. Actions are seen by all video tokens and see none.
+    """
 
     video: ExpertConfig
     action: ExpertConfig
@@ -44,6 +49,7 @@ class WorldModelConfig:
     action_dim: int = 7
     proprio_dim: int = 7
     action_positions: Literal["index", "frame"] = "index"
+    attention: Literal["first_frame_causal", "bidirectional"] = "first_frame_causal"
     sim_condition: bool = True
     flow: Flow = Flow()
 
@@ -60,7 +66,7 @@ class WorldModelConfig:
         return cls(**values | {"patch": tuple(data.get("patch", cls.patch))})
 
 
-class WorldModel(nn.Module):
+class WorldModel(Unit):
     """A video expert and an action expert in joint attention, with simulation latents as an optional condition.
 
     SimForcing, sections on the mixture of transformers and on simulation conditioning.
@@ -70,11 +76,12 @@ class WorldModel(nn.Module):
         super().__init__()
         self.preparation = preparation
         self._predictor: Predictor | None = None
-        if (
-            config.video.attention_dim != config.action.attention_dim
-            or config.video.num_layers != config.action.num_layers
-        ):
-            raise SimForcingError("the experts attend jointly: layers, heads and head width must be the same in both")
+        shared = [(e.num_layers, e.num_heads, e.head_dim) for e in (config.video, config.action)]
+        if shared[0] != shared[1]:
+            raise InputError(
+                "the experts attend jointly: layers, heads and head width must be the same in both, they are "
+                f"{list(shared[0])} in video and {list(shared[1])} in action"
+            )
         self.config = config
         self.video = VideoExpert(config.video, config.channels, config.patch)
         self.action = ActionExpert(config.action, config.action_dim)
@@ -86,6 +93,16 @@ class WorldModel(nn.Module):
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.proprio.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are. Time, noise level and the sampler's state are float32 whatever it is."""
+        return self.proprio.weight.dtype
+
+    @property
     def flow(self) -> Flow:
         """The schedule that the model was trained with."""
         return self.config.flow
@@ -94,53 +111,72 @@ class WorldModel(nn.Module):
         self, text: Float[Tensor, "B L X"], mask: Bool[Tensor, "B L"], proprio: Float[Tensor, "B p"]
     ) -> tuple[Float[Tensor, "B L+1 X"], Bool[Tensor, "B L+1"]]:
         """Text tokens with the (normalised) proprioception of the first frame as one more token after them."""
-        token = self.proprio(proprio)[:, None]
-        return torch.cat([text, token], dim=1), torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        token = self.proprio(proprio.to(self.device, self.dtype))[:, None]
+        return torch.cat([text.to(token), token], dim=1), torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
 
     def condition(
         self,
         action: Float[Tensor, "B A a"] | None,
         context: Float[Tensor, "B L X"],
         context_mask: Bool[Tensor, "B L"] | None,
-        frames: int,
+        grid: Sequence[int],
         sim_latents: Float[Tensor, "B C F H W"] | None = None,
         sim_gate: Float[Tensor, " B"] | None = None,
     ) -> Condition:
-        """What does not depend on the noise level, for `denoise`. `frames` counts latent frames.
+        """What does not depend on the noise level, for `denoise`. `grid` is F, H, W of the latents.
 
         action: normalised; None leaves the action expert out, which is not the same as zero actions.
+        context_mask: None, or all True on the host: no mask. A mask on a device is used without looking at it.
         sim_gate: 1 with, 0 without simulation, a sample; None means 1.
         """
-        mask = None if context_mask is None or bool(context_mask.all()) else context_mask[:, None, None]
+        device, dtype = self.device, self.dtype
+        dense = context_mask is not None and not (context_mask.device.type == "cpu" and bool(context_mask.all()))
+        mask = context_mask[:, None, None].to(device) if dense and context_mask is not None else None
+        context = context.to(device, dtype)
+        frames, height, width = (n // p for n, p in zip(grid, self.config.patch, strict=True))
         actions = None
         if action is not None:
-            head = self.config.action.head_dim
+            steps, head = action.shape[1], self.config.action.head_dim
             aligned = self.config.action_positions == "frame"
-            rope = frame_rope(action.shape[1], frames, head) if aligned else index_rope(action.shape[1], head)
-            actions = action_keys_values(self.action, action, context, mask, rope.to(action.device))
-        return Condition(self.video.text_keys_values(context), mask, actions, self.sim_residuals(sim_latents, sim_gate))
+            rope = frame_rope(steps, frames, head, device) if aligned else index_rope(steps, head, device)
+            actions = action_keys_values(self.action, action.to(device, dtype), context, mask, rope)
+        turns = video_rope(frames, height, width, self.config.video.head_dim, device)
+        sim = self.sim_residuals(sim_latents, sim_gate)
+        causal = self.config.attention == "first_frame_causal"
+        return Condition(turns, self.video.text_keys_values(context), mask, actions, sim, causal)
 
-    def sim_residuals(self, sim_latents: Tensor | None, gate: Tensor | None = None) -> list[Tensor] | None:
+    def sim_residuals(
+        self, sim_latents: Float[Tensor, "B C F H W"] | None, gate: Float[Tensor, " B"] | None = None
+    ) -> SimResiduals | None:
         """Residuals of every block, or None without simulation latents."""
         if sim_latents is None:
             return None
         if self.sim is None:
             raise SimForcingError("this model has no simulation condition (sim_condition = false in its configuration)")
-        result: list[Tensor] = self.sim(sim_latents, gate)
+        result: SimResiduals = self.sim(sim_latents, gate)
         return result
+
+    def remember_first(self, first: Float[Tensor, "B C 1 H W"], condition: Condition) -> Condition:
+        """The condition of a rollout from this clean first latent frame; `denoise` then takes the later frames."""
+        return remember_first(self.video, first, condition)
 
     def denoise(
         self,
         latents: Float[Tensor, "B C F H W"],
         timestep: Float32[Tensor, " B"],
         condition: Condition,
-        first_frame_clean: bool = True,
-    ) -> Float[Tensor, "B C F H W"]:
-        """Velocity. The first latent frame is the condition, clean, and embedded with time 0 unless said otherwise."""
-        times = timestep[:, None].repeat(1, latents.shape[2] // self.config.patch[0])
-        if first_frame_clean:
-            times[:, 0] = 0
-        return denoise(self.video, latents, times, condition)
+        first_frame_clean: bool | Bool[Tensor, " B"] = True,
+    ) -> Float32[Tensor, "B C F H W"]:
+        """Velocity of all frames, or of the later ones if the condition knows the first (see `remember_first`).
+
+        timestep: [B], or [1] for all samples. first_frame_clean: the first frame has time 0; False, or False for some
+        samples: it has the time of the others.
+        """
+        times = timestep[:, None]
+        if not condition.knows_first and first_frame_clean is not False:
+            first = times * 0 if first_frame_clean is True else torch.where(first_frame_clean[:, None], 0.0, times)
+            times = torch.cat([first, times], dim=1)
+        return denoise(self.video, latents, times, condition).float()
 
     def velocity(
         self,
@@ -151,13 +187,25 @@ class WorldModel(nn.Module):
         context_mask: Bool[Tensor, "B L"] | None,
         sim_latents: Float[Tensor, "B C F H W"] | None = None,
         sim_gate: Float[Tensor, " B"] | None = None,
-    ) -> Float[Tensor, "B C F H W"]:
-        """Velocity of noisy latents in one call; frame 0 must be the clean first frame.
+        first_frame_clean: bool = True,
+    ) -> Float32[Tensor, "B C F H W"]:
+        """Velocity of noisy latents in one call; frame 0 must be the clean first frame unless said otherwise.
 
         timestep in [0, 1000], action normalised, context with its proprioception token (see `context`).
+
+        Raises:
+            InputError: a shape or a value does not fit; names the argument.
         """
-        condition = self.condition(action, context, context_mask, latents.shape[2], sim_latents, sim_gate)
-        return self.denoise(latents, timestep, condition)
+        check_inputs(self.config, latents.shape, action, context, context_mask)
+        check_shape("timestep", timestep, [len(latents)])
+        if sim_latents is not None:
+            check_shape("sim_latents", sim_latents, latents.shape)
+        if sim_gate is not None:
+            check_shape("sim_gate", sim_gate, [len(latents)])
+            if sim_latents is None:
+                raise InputError(f"sim_gate of shape {list(sim_gate.shape)} is given without sim_latents; give both")
+        condition = self.condition(action, context, context_mask, latents.shape[2:], sim_latents, sim_gate)
+        return self.denoise(latents, timestep, condition, first_frame_clean)
 
     def predict(
         self,
@@ -236,19 +284,21 @@ class WorldModel(nn.Module):
         save_file(state, directory / "model.safetensors")
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, revision: str | None = None) -> "WorldModel":
-        """Loads a directory, or a repository of the hub, strictly.
+    def from_pretrained(
+        cls, source: str | Path, revision: str | None = None, dtype: torch.dtype | None = torch.float32
+    ) -> "WorldModel":
+        """Loads a directory, or a repository of the hub, strictly. dtype None keeps the weights as they are stored.
 
         Raises:
             SimForcingError: there is no model at `source`, or it does not fit.
         """
         if Path(source).is_dir():
-            return load_world_model(Path(source))
+            return load_world_model(Path(source), dtype)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
-            return load_world_model(Path(snapshot_download(str(source), revision=revision)))
+            return load_world_model(Path(snapshot_download(str(source), revision=revision)), dtype)
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise SimForcingError(f"no model at {source}: not a directory, and not to be had from the hub") from error
 
@@ -263,8 +313,8 @@ class WorldModel(nn.Module):
             return str(api.upload_folder(repo_id=repository, folder_path=scratch))
 
 
-def load_world_model(root: Path) -> WorldModel:
-    """Reads a directory that `save_pretrained` wrote, strictly.
+def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> WorldModel:
+    """Reads a directory that `save_pretrained` wrote, strictly. dtype None keeps the weights as they are stored.
 
     Raises:
         SimForcingError: a file is missing or damaged, or tensors are missing, unexpected or wrongly shaped (listed).
@@ -280,13 +330,15 @@ def load_world_model(root: Path) -> WorldModel:
             preparation = Preparation.from_dict(
                 description["preparation"], json.loads((root / "stats.json").read_text())
             )
-        state = load_file(root / "model.safetensors")
+        # Copies: aligned as fresh tensors are (products with one row round by that), and free of the file.
+        stored = load_file(root / "model.safetensors")
+        state = {k: v.to(v.dtype if dtype is None else dtype, copy=True) for k, v in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
     with torch.device("meta"):
         model = WorldModel(config, preparation)
     load_strictly(model, state, str(root))
-    return model.float()
+    return model
 
 
 def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> None:

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError, SimForcingError, check_shape
 from simforcing.model.codec import Codec, to_pixels, to_unit
 from simforcing.model.preparation import Preparation
 from simforcing.model.text import Domain
 from simforcing.model.world_model import WorldModel
-from simforcing.predict.sampler import Guidance, Inputs, sample, start_noise
+from simforcing.predict.sampler import Guidance, Inputs, sample, start_noise, two_stages
 
 BATCH = 16
 
@@ -79,13 +79,23 @@ class Predictor:
         wanted = self.preparation.codec_identity
         if codec is not None and wanted and codec.identity != wanted:
             raise SimForcingError(f"the codec given is {codec.identity}, but the model was trained with {wanted}")
-        self.codec = self.preparation.load_codec() if codec is None else codec
+        self.codec = (self.preparation.load_codec() if codec is None else codec).to(model.device)
 
     def predict(self, start: Start, w: float = 0.6, sim_steps: int = 1, real_steps: int = 10) -> Prediction:
         """Both stages: the simulation, then the real video under it; w = 0 leaves the simulation out."""
-        sim = None if w == 0 else self.simulation(start, sim_steps)
-        real = self.decode(self.real(start, real_steps, sim, Guidance(w)))
-        return Prediction(real, None if sim is None else self.decode(sim))
+        real, sim = [], []
+        for piece in self._pieces(start):
+            inputs = self._inputs(piece, "real")
+            same = self.preparation.prompts["real"] == self.preparation.prompts["sim"]
+            sim_inputs = inputs if same else self._inputs(piece, "sim")
+            first, noise = self._firsts(piece, "real")
+            first_sim = None if w == 0 else self._firsts(piece, "sim")[0]
+            made = two_stages(
+                self.model, first, first_sim, inputs, sim_inputs, noise, sim_steps, real_steps, Guidance(w)
+            )
+            real.append(self.decode(made.real))
+            sim += [] if made.sim is None else [self.decode(made.sim)]
+        return Prediction(np.concatenate(real), np.concatenate(sim) if sim else None)
 
     def simulation(self, start: Start, steps: int) -> Tensor:
         """Predicted simulation latents [B, C, F, h, w].
@@ -93,63 +103,71 @@ class Predictor:
         Raises:
             SimForcingError: there is no simulated first frame.
         """
-        if start.sim_first is None:
-            raise SimForcingError("predicting simulation needs its first frame; use w = 0, or a paired dataset")
         parts = []
-        for piece in _pieces(start):
-            assert piece.sim_first is not None
-            first = self._first(piece.sim_first)
-            parts.append(sample(self.model, first, self._inputs(piece, "sim"), self._noise(piece, first), steps))
+        for piece in self._pieces(start):
+            first, noise = self._firsts(piece, "sim")
+            parts.append(sample(self.model, first, self._inputs(piece, "sim"), noise, steps))
         return torch.cat(parts)
 
     def real(self, start: Start, steps: int, sim: Tensor | None = None, guidance: Guidance = Guidance(w=0.0)) -> Tensor:
         """Predicted real latents [B, C, F, h, w], conditioned on simulation latents from wherever they come."""
         parts, done = [], 0
-        for piece in _pieces(start):
-            first = self._first(piece.real_first)
+        for piece in self._pieces(start):
+            first, noise = self._firsts(piece, "real")
             reference = None if sim is None else sim[done : done + len(piece)]
-            noise = self._noise(piece, first)
             parts.append(sample(self.model, first, self._inputs(piece, "real"), noise, steps, reference, guidance))
             done += len(piece)
         return torch.cat(parts)
 
+    def _pieces(self, start: Start) -> list[Start]:
+        """Checked, and in batches.
+
+        Raises:
+            InputError: names the argument, what it is and what it must be.
+        """
+        rule, sizes, count = self.preparation.rule, self.model.config, len(start)
+        picture = [count, rule.height, rule.width, 3]
+        check_shape("first_real", start.real_first, picture)
+        if start.sim_first is not None:
+            check_shape("first_sim", start.sim_first, picture)
+        check_shape("action", start.action, [count, rule.actions, sizes.action_dim])
+        check_shape("proprio", start.proprio, [count, sizes.proprio_dim])
+        for name, numbers in (("action", start.action), ("proprio", start.proprio)):
+            if not np.isfinite(numbers).all():
+                raise InputError(
+                    f"{name} of shape {list(numbers.shape)} holds NaN or infinite values, it must be finite"
+                )
+        if start.seeds is not None and len(start.seeds) != count:
+            raise InputError(f"seeds has {len(start.seeds)} numbers, it must have {count}, one a clip")
+        return [start.part(slice(i, i + BATCH)) for i in range(0, count, BATCH)]
+
     @torch.inference_mode()
     def encode(self, frames: UInt8[np.ndarray, "B T H W 3"]) -> Tensor:
         """Latents of videos."""
-        return torch.cat(
-            [self.codec.encode(to_unit(torch.from_numpy(part))) for part in np.array_split(frames, _count(len(frames)))]
-        )
+        parts = np.array_split(frames, _count(len(frames)))
+        device = self.model.device
+        return torch.cat([self.codec.encode(to_unit(torch.from_numpy(part).to(device))) for part in parts])
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> UInt8[np.ndarray, "B T H W 3"]:
         """Pictures of latents."""
         return torch.cat(
-            [to_pixels(self.codec.decode(part)) for part in latents.tensor_split(_count(len(latents)))]
+            [to_pixels(self.codec.decode(part)).cpu() for part in latents.tensor_split(_count(len(latents)))]
         ).numpy()
 
-    def _first(self, frames: UInt8[np.ndarray, "B H W 3"]) -> Tensor:
+    def _firsts(self, start: Start, domain: Domain) -> tuple[Tensor, Tensor]:
+        """Latent of the first frame, and the noise that a rollout from it starts with."""
+        frames = start.real_first if domain == "real" else start.sim_first
+        if frames is None:
+            raise SimForcingError("predicting simulation needs its first frame; use w = 0, or a paired dataset")
         rule = self.preparation.rule
-        if frames.shape[1:] != (rule.height, rule.width, 3):
-            raise SimForcingError(
-                f"first frames are {frames.shape[1]}x{frames.shape[2]}; the model takes {rule.height}x{rule.width}"
-            )
-        return self.encode(frames[:, None])
+        first = self.encode(frames[:, None])
+        count = self.codec.latent_shape(rule.frames, rule.height, rule.width)[1]
+        return first, start_noise(first, count, list(start.seeds or ()))
 
     def _inputs(self, start: Start, domain: Domain) -> Inputs:
-        expected = self.preparation.rule.actions
-        if start.action.shape[1] != expected:
-            raise SimForcingError(f"{start.action.shape[1]} actions: the model takes {expected} a clip")
         action, proprio = self.preparation.normalise(start.action, start.proprio)
         return Inputs(action, proprio, *self.preparation.context(start.tasks, domain))
-
-    def _noise(self, start: Start, first: Tensor) -> Tensor:
-        rule = self.preparation.rule
-        frames = self.codec.latent_shape(rule.frames, rule.height, rule.width)[1]
-        return start_noise(first, frames, list(start.seeds or ()))
-
-
-def _pieces(start: Start) -> list[Start]:
-    return [start.part(slice(i, i + BATCH)) for i in range(0, len(start), BATCH)]
 
 
 def _count(n: int) -> int:

@@ -1,22 +1,27 @@
-"""One sampler: Euler steps from noise to video, with guidance towards the simulation.
+"""One sampler: Euler steps from noise to video, with guidance towards the simulation and the actions.
 
 Legend: B batch, C channels, F latent frames, H W latent grid, A action steps, L context tokens, X text width.
 
 Two stages. First the simulation is predicted from the simulated first frame and the actions; then the real video from
-the real first frame, the actions and that simulation, with v = v_off + w (v_on - v_off). Text, action and simulation
-features are computed once a rollout, both guidance branches run as one batch, w = 1 needs one branch and w = 0 needs
-neither the simulation nor the second branch. The state stays float32.
+the real first frame, the actions and that simulation, with v = v_off + w (v_on - v_off). Whatever no denoising step
+changes is computed once a rollout: keys and values of text, actions and first frame, and the simulation residuals.
+All guidance branches run as one batch; w = 1 needs one branch, w = 0 needs neither the simulation nor a second branch.
+The state stays float32 whatever the weights are. Where the released code computes something else, `SamplerConfig`
+has a field for it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from simforcing.errors import SimForcingError
-from simforcing.model.mixture import Condition
+from simforcing.errors import InputError, SimForcingError, check_shape
+from simforcing.model.checks import check_inputs
+from simforcing.model.flow import Flow
+from simforcing.model.mixture import Condition, stacked
+from simforcing.model.sim_condition import SimResiduals
 from simforcing.model.world_model import WorldModel
 
 Latents = Float[Tensor, "B C F H W"]
@@ -26,11 +31,54 @@ Latents = Float[Tensor, "B C F H W"]
 class Guidance:
     """How strongly the simulation is followed: 0 not at all, 1 as in training, between: the paper's mixture.
 
-    kind `branches` mixes two velocities; `soft` runs one branch whose gate is w, at half the cost.
+    kind: `branches` mixes two velocities; `soft` runs one branch whose gate is w, at half the cost.
+    action: 1 takes the velocity as it is; more moves it away from what zero actions would give.
     """
 
     w: float = 0.6
     kind: Literal["branches", "soft"] = "branches"
+    action: float = 1.0
+
+    def branches(self) -> list["Branch"]:
+        """The velocities that are needed, and how much of each."""
+        if self.kind == "soft" or self.w in (0, 1):
+            shares = {self.w if self.kind == "soft" else float(self.w): 1.0}
+        else:
+            shares = {0.0: 1 - self.w, 1.0: self.w}
+        found = [Branch(share, gate) for gate, share in shares.items()]
+        if self.action == 1:
+            return found
+        strongest = found[-1]
+        found[-1] = Branch(strongest.share + self.action - 1, strongest.gate)
+        return [*found, Branch(1 - self.action, strongest.gate, zero_action=True)]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One velocity of a guided mixture."""
+
+    share: float
+    gate: float  # of the simulation
+    zero_action: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """The schedule, and two corrections, each False in the released code.
+
+    shift: of the schedule; None takes the model's.
+    true_first_time: a first frame that is not given, hence noisy, is embedded with the time that it has, not with 0.
+    float32_state: times, steps and what is passed from step to step are float32, not rounded to the weights' dtype.
+    """
+
+    shift: float | None = None
+    true_first_time: bool = True
+    float32_state: bool = True
+
+    @classmethod
+    def released(cls, **changes: Any) -> Self:
+        """What the released code does (`compat="released"`), less its work at w = 0, which changes nothing."""
+        return cls(**{"true_first_time": False, "float32_state": False} | changes)
 
 
 @dataclass(frozen=True)
@@ -56,46 +104,93 @@ def start_noise(first: Float[Tensor, "B C 1 H W"], frames: int, seeds: list[int]
 
 
 @torch.inference_mode()
+def shared_condition(model: WorldModel, inputs: Inputs, shape: torch.Size) -> Condition:
+    """Text and actions for latents of this shape [B, C, F, H, W]; may serve several calls of `sample`.
+
+    Raises:
+        InputError: names the argument that does not fit.
+    """
+    check_shape("proprio", inputs.proprio, [shape[0], model.config.proprio_dim])
+    check_inputs(model.config, shape, inputs.action, inputs.text, inputs.text_mask, "text")
+    context, mask = model.context(inputs.text, inputs.text_mask.cpu(), inputs.proprio)
+    return model.condition(inputs.action, context, mask, shape[2:])
+
+
+@torch.inference_mode()
 def sample(
     model: WorldModel,
-    first: Float[Tensor, "B C 1 H W"],
+    first: Float[Tensor, "B C 1 H W"] | None,
     inputs: Inputs,
     noise: Latents,
     steps: int,
     sim_latents: Latents | None = None,
     guidance: Guidance = Guidance(w=0.0),
-) -> Latents:
+    config: SamplerConfig = SamplerConfig(),
+    condition: Condition | None = None,
+) -> Float32[Tensor, "B C F H W"]:
     """Denoises one video; its first latent frame is `first`, exactly. With w = 0 simulation is not looked at.
 
+    first: None lets the first frame be denoised like the others.
+    condition: what `shared_condition` gave for these inputs, if it is at hand.
+
     Raises:
-        SimForcingError: w is not 0 and there are no simulation latents, or the model cannot be conditioned on them.
+        InputError: shapes do not fit, or w is not 0 and there are no simulation latents.
+        SimForcingError: the model cannot be conditioned on simulation.
     """
     if guidance.w != 0 and sim_latents is None:
-        raise SimForcingError(f"w = {guidance.w} needs simulation latents; give them, or w = 0")
-    context, mask = model.context(inputs.text, inputs.text_mask, inputs.proprio)
-    condition = model.condition(inputs.action, context, mask, noise.shape[2])
-    residuals = None if guidance.w == 0 else model.sim_residuals(sim_latents)
-    two = residuals is not None and guidance.w != 1 and guidance.kind == "branches"
-    if residuals is not None:
-        if two:
-            residuals = [torch.cat([torch.zeros_like(r), r]) for r in residuals]
-        elif guidance.kind == "soft":
-            residuals = [guidance.w * r for r in residuals]
-        shared = condition.repeat(2) if two else condition
-        condition = Condition(shared.text, shared.text_mask, shared.action, residuals)
+        raise InputError(f"w = {guidance.w} needs simulation latents; give them, or w = 0")
+    check_shape("noise", noise, ["B", model.config.channels, "F", "H", "W"])
+    if first is not None:
+        check_shape("first", first, [*noise.shape[:2], 1, *noise.shape[3:]])
+    if sim_latents is not None:
+        check_shape("sim_latents", sim_latents, noise.shape)
+    given = condition or shared_condition(model, inputs, noise.shape)
+    branches = guidance.branches()
+    ready = _guided(model, given, inputs, noise.shape, branches, sim_latents)
+    shares = noise.new_tensor([b.share for b in branches]).view(-1, 1, 1, 1, 1, 1)
+    state = torch.float32 if config.float32_state else model.dtype
+    flow = model.flow if config.shift is None else Flow(config.shift, model.flow.train_steps)
+    timesteps, deltas = flow.steps(steps, state)
+    timesteps = timesteps.to(noise.device)
+    x = noise
+    if first is not None and ready.first_frame_causal:
+        x, ready = noise[:, :, 1:], model.remember_first(first, ready)
+    x = x.to(state).contiguous()
+    for i, delta in enumerate(deltas.tolist()):
+        if first is not None and not ready.knows_first:
+            x = torch.cat([first.to(x), x[:, :, 1:]], dim=2)
+        clean = first is not None or not config.true_first_time
+        velocity = model.denoise(x, timesteps[i : i + 1], ready, first_frame_clean=clean)
+        x = (x + delta * (shares * velocity.unflatten(0, (len(branches), -1))).sum(0)).to(state)
+    if first is None:
+        return x.float()
+    return torch.cat([first.float(), (x if ready.knows_first else x[:, :, 1:]).float()], dim=2)
 
-    x = noise.clone()
-    x[:, :, :1] = first
-    schedule = model.flow.steps(steps)
-    for t, delta in zip(schedule.timesteps.tolist(), schedule.deltas.tolist(), strict=True):
-        state = x.repeat(2, 1, 1, 1, 1) if two else x
-        velocity = model.denoise(state, torch.full((len(state),), t, device=x.device), condition)
-        if two:
-            off, on = velocity.chunk(2)
-            velocity = off + guidance.w * (on - off)
-        x = x + velocity * delta
-        x[:, :, :1] = first
-    return x
+
+def _guided(
+    model: WorldModel,
+    given: Condition,
+    inputs: Inputs,
+    shape: torch.Size,
+    branches: list[Branch],
+    sim_latents: Latents | None,
+) -> Condition:
+    """The conditions of all branches in one, residuals only where a branch looks at the simulation."""
+    zero = None
+    if any(b.zero_action for b in branches):
+        without = Inputs(torch.zeros_like(inputs.action), inputs.proprio, inputs.text, inputs.text_mask)
+        zero = shared_condition(model, without, shape)
+    parts = [zero if b.zero_action and zero is not None else given for b in branches]
+    gates = [b.gate for b in branches if b.gate]
+    if not gates:
+        return stacked(parts, None)
+    found = model.sim_residuals(sim_latents)
+    assert found is not None
+    batch = shape[0]
+    rows = torch.cat([torch.arange(i * batch, (i + 1) * batch) for i, b in enumerate(branches) if b.gate])
+    values = [torch.cat([v if g == 1 else g * v for g in gates]) for v in found.values]
+    every = len(gates) == len(branches)
+    return stacked(parts, SimResiduals(values, None if every else rows.to(values[0].device)))
 
 
 @dataclass(frozen=True)
@@ -106,6 +201,7 @@ class Rollout:
     sim: Latents | None
 
 
+@torch.inference_mode()
 def two_stages(
     model: WorldModel,
     first_real: Float[Tensor, "B C 1 H W"],
@@ -117,11 +213,17 @@ def two_stages(
     real_steps: int = 10,
     guidance: Guidance = Guidance(),
     sim_model: WorldModel | None = None,
+    config: SamplerConfig = SamplerConfig(),
 ) -> Rollout:
-    """Simulation (predicted by `sim_model`, default the model itself), then the real video under its guidance."""
-    sim = None
-    if guidance.w != 0:
-        if first_sim is None:
-            raise SimForcingError("w > 0 needs the simulated first frame; give one, or w = 0")
-        sim = sample(sim_model or model, first_sim, sim_inputs, noise, sim_steps)
-    return Rollout(sample(model, first_real, inputs, noise, real_steps, sim, guidance), sim)
+    """Simulation (predicted by `sim_model`, default the model itself), then the real video under its guidance.
+
+    Where both stages have the same inputs (the same object), text and actions are embedded once for both.
+    """
+    if guidance.w == 0:
+        return Rollout(sample(model, first_real, inputs, noise, real_steps, None, guidance, config), None)
+    if first_sim is None:
+        raise InputError("w > 0 needs the simulated first frame; give one, or w = 0")
+    one = sim_inputs is inputs and sim_model in (None, model)
+    shared = shared_condition(model, inputs, noise.shape) if one else None
+    sim = sample(sim_model or model, first_sim, sim_inputs, noise, sim_steps, config=config, condition=shared)
+    return Rollout(sample(model, first_real, inputs, noise, real_steps, sim, guidance, config, shared), sim)
