@@ -92,6 +92,26 @@ def test_forward_kinematics_are_those_of_the_description(name: str, shared: Path
         np.testing.assert_allclose(data.site("ee").xmat.reshape(3, 3), expected[:3, :3], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "frames"),
+    [
+        ("panda", "panda/panda.urdf", ("panda_link8", "panda_hand", "panda_hand_tcp")),
+        ("widowx250s", "widowx/wx250s.urdf", ("ee_gripper_link",)),
+    ],
+)
+def test_frames_that_datasets_report(name: str, file: str, frames: tuple[str, ...], shared: Path) -> None:
+    model = ARMS[name][0]().compile()
+    data = mujoco.MjData(model)
+    for frame in frames:
+        chain = Chain(shared / "robots" / file, frame)
+        q = np.random.default_rng(1).uniform(*chain.limits().T)
+        data.qpos[: len(q)] = q
+        mujoco.mj_kinematics(model, data)
+        expected = chain.pose(q)
+        np.testing.assert_allclose(data.site(frame).xpos, expected[:3, 3], atol=1e-5)
+        np.testing.assert_allclose(data.site(frame).xmat.reshape(3, 3), expected[:3, :3], atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ARMS)
 def test_fingers_are_those_of_the_description(name: str, shared: Path) -> None:
     build, file, _, fingers = ARMS[name]
@@ -115,7 +135,7 @@ def test_names_actuators_and_self_support(name: str) -> None:
     build = ARMS[name][0]
     spec = build()
     model = spec.copy().compile()
-    assert model.body("base").id == 1 and model.site("ee").id == 0
+    assert model.body("base").id == 1
     assert [model.actuator(i).name for i in range(model.nu)] == [model.joint(i).name for i in range(model.njnt)]
     assert {model.mat(i).name for i in range(model.nmat)} == set(arms.MATERIALS)
     data = mujoco.MjData(model)

@@ -2,22 +2,27 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from simforcing.cli.main import main
 from simforcing.data import REAL, SIM, Dataset, Episode, open_dataset
 from simforcing.errors import SimForcingError
-from simforcing.twin import pairs
+from simforcing.twin import pairs, parts, qa
 from simforcing.twin.camera import Camera
 from simforcing.twin.pairs import Conventions, choose_camera, pair
-from simforcing.twin.render import ArmRenderer
+from simforcing.twin.render import ArmRenderer, masked_first_frame
+from simforcing.twin.replay import poses
 from simforcing.twin.robot import Robot
 
 
@@ -44,7 +49,8 @@ def changed(data: Dataset, change: dict[int, Episode]) -> Dataset:
         tasks=data.tasks,
         state_names=data.state_names,
         action_names=data.action_names,
-        load=lambda i: change.get(i, data[i]),
+        load=lambda i: change[i] if i in change else data[i],
+        state_convention=data.state_convention,
     )
 
 
@@ -86,7 +92,15 @@ def test_pair_makes_a_readable_paired_dataset(source: Path, panda: Robot, tmp_pa
     assert meta["episodes"][0]["position_error_mm"] < 0.2
     assert data.action_convention.gripper == "closed_positive"
     with Image.open(out / "qa/episode_000000.png") as sheet:
-        assert sheet.size == (8 * 320, 3 * 192)
+        assert sheet.size == (8 * 320, 3 * 192 + 200)
+    row = meta["episodes"][0]
+    assert row["motion_agreement"] > 0.5
+    assert (row["flags"], row["motion_overlap"], row["frames_not_converged"]) == ([], None, 0)
+    frames = pq.read_table(out / "qa/frames.parquet")
+    assert frames.num_rows == 33
+    assert frames["converged"].to_pylist() == [True] * 33
+    assert "agreement" in (out / "qa/index.html").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs"]
 
 
 def test_simulated_arm_moves_where_the_states_move(source: Path, panda: Robot, tmp_path: Path) -> None:
@@ -94,7 +108,9 @@ def test_simulated_arm_moves_where_the_states_move(source: Path, panda: Robot, t
     pair(source, tmp_path / "pairs", panda, camera=camera, episodes=[0], qa_episodes=0)
     episode = open_dataset(tmp_path / "pairs")[0]
     sim = episode.frames(SIM, [0, 12, 32])
-    assert not (tmp_path / "pairs/qa").exists()
+    meta = json.loads((tmp_path / "pairs/meta/simforcing.json").read_text())
+    assert meta["episodes"][0]["flags"]  # the camera is not where the real camera stood
+    assert meta["episodes"][0]["motion_overlap"] < 0.5
     background = sim[0, 2, 2].astype(int)
     arm = np.abs(sim.astype(int) - background).max(axis=-1) > 24
     assert 0.02 < arm.mean() < 0.3
@@ -153,7 +169,7 @@ def test_bad_episodes_stop_or_are_counted(source: Path, panda: Robot, tmp_path: 
     assert [row["source"] for row in meta["episodes"]] == [0, 2]
     assert "frame 2" in meta["skipped"][0]["reason"]
     assert open_dataset(tmp_path / "lenient")[1].task == real[2].task
-    with pytest.raises(SimForcingError, match="all 1 episodes are out of reach"):
+    with pytest.raises(SimForcingError, match="all 1 episodes are out of reach or damaged"):
         pair(data, tmp_path / "none", panda, skip_bad=True, episodes=[1])
 
 
@@ -171,7 +187,7 @@ def test_nothing_is_left_after_an_interruption(
     def stop(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(pairs, "contact_sheet", stop)
+    monkeypatch.setattr(parts, "contact_sheet", stop)
     real = open_dataset(source)
     with pytest.raises(type(error)):
         pair(changed(real, shortened(real, 2)), tmp_path / "pairs", panda)
@@ -192,16 +208,23 @@ def test_wrong_camera_and_shape(source: Path, panda: Robot, tmp_path: Path) -> N
 
 
 def test_conventions_can_be_said(source: Path) -> None:
-    convention, rotation, notes = Conventions("open_positive", "rotvec").resolve(open_dataset(source))
-    assert (convention.gripper, convention.rotation, rotation, notes) == (
+    convention, state, notes = Conventions("open_positive", "rotvec").resolve(open_dataset(source))
+    assert (convention.gripper, convention.rotation, state.gripper, state.rotation, notes) == (
         "open_positive",
         "rotvec",
+        "open_positive",
         "rotvec",
         [],
     )
-    convention, rotation, notes = Conventions().resolve(open_dataset(source))
-    assert (convention.gripper, rotation) == ("closed_positive", "euler_xyz")
+    convention, state, notes = Conventions().resolve(open_dataset(source))
+    assert (convention.gripper, state.gripper, state.rotation) == ("closed_positive", "closed_positive", "euler_xyz")
     assert "--gripper" in notes[0]
+    convention, state, notes = Conventions().resolve(open_dataset(source.parent / "droid"))
+    assert (convention.gripper, state.gripper, notes) == (
+        "closed_positive",
+        "closed_positive",
+        [],
+    )  # its format says so
 
 
 def test_command_reports_and_refuses(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,10 +252,203 @@ def test_command_makes_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = open_dataset(source)
-    monkeypatch.setattr(pairs, "open_dataset", lambda path: changed(real, shortened(real, 3)))
+    monkeypatch.setattr(pairs, "open_checked", lambda path, **_: changed(real, shortened(real, 3)))
     robot = str(shared / "robots/panda/panda.urdf")
     assert main(["twin", "pair", str(source), str(tmp_path / "out"), "--robot", robot, "--camera", "exterior_2"]) == 0
     said = capsys.readouterr()
     assert "3 episodes, 9 frames; 'panda_link8' follows the state within 0." in said.out
     assert "render: 100 % 3 of 3 episodes" in said.err
-    assert len(list((tmp_path / "out/qa").iterdir())) == 3
+    assert len(list((tmp_path / "out/qa").glob("*.png"))) == 3
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything in a dataset that does not depend on how it was made."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_goes_on_where_it_stopped(
+    source: Path, panda: Robot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = open_dataset(source)
+    data = changed(real, shortened(real, 3))
+    whole = pair(data, tmp_path / "whole", panda, qa_episodes=0)
+    drawn: list[int] = []
+
+    def draw(tools: parts.Tools, drawing: parts.Drawing) -> None:
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(drawing.number)
+        parts.draw(tools, drawing)
+
+    monkeypatch.setattr(pairs, "draw", draw)
+    with pytest.raises(KeyboardInterrupt):
+        pair(data, tmp_path / "pairs", panda, qa_episodes=0)
+    assert not (tmp_path / "pairs").exists()
+    drawn.pop()
+    with pytest.raises(SimForcingError, match=r"pairs.parts: begun with another camera; give the same to go on"):
+        pair(data, tmp_path / "pairs", panda, qa_episodes=0, camera_key="exterior_2")
+    (tmp_path / "pairs.parts/episode_000002.npz.partial-1").write_bytes(b"half")
+    made = pair(data, tmp_path / "pairs", panda, qa_episodes=0)
+    assert drawn == [0, 2]  # 0 and 1 were finished, and only 2 was drawn again
+    assert (made.episodes, made.frames) == (whole.episodes, whole.frames) == (3, 9)
+    assert files(tmp_path / "pairs") == files(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs", "whole"]
+
+
+def test_shards_fill_one_folder_and_are_put_together(source: Path, panda: Robot, tmp_path: Path) -> None:
+    real = open_dataset(source)
+    data = changed(real, shortened(real, 3))
+    pair(data, tmp_path / "whole", panda, qa_episodes=0)
+    first = pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(1, 2))
+    assert (first.episodes, first.left) == (2, 1)
+    assert not (tmp_path / "pairs").exists()
+    second = pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(2, 2))
+    assert (second.episodes, second.left) == (3, 0)
+    pair(data, tmp_path / "pairs", panda, qa_episodes=0)
+    assert files(tmp_path / "pairs") == files(tmp_path / "whole")
+    with pytest.raises(SimForcingError, match="shard 3/2: give i/n"):
+        pair(data, tmp_path / "more", panda, qa_episodes=0, shard=(3, 2))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file locks")
+def test_two_runs_do_not_meet(source: Path, panda: Robot, tmp_path: Path) -> None:
+    real = open_dataset(source)
+    data = changed(real, shortened(real, 2))
+    store = parts.Store(tmp_path / "pairs.parts")
+    pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(1, 3))
+    with store.lock("2-of-3"):
+        with pytest.raises(SimForcingError, match="another run works on it"):
+            pair(data, tmp_path / "pairs", panda, qa_episodes=0)
+        with pytest.raises(SimForcingError, match="another run works on it"):
+            pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(2, 3))
+        pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(3, 3))
+
+
+def test_damaged_parts_are_named(source: Path, panda: Robot, tmp_path: Path) -> None:
+    real = open_dataset(source)
+    data = changed(real, shortened(real, 2))
+    pair(data, tmp_path / "pairs", panda, qa_episodes=0, shard=(1, 1))
+    (tmp_path / "pairs.parts/episode_000001.npz").write_bytes(b"torn")
+    with pytest.raises(SimForcingError, match=r"episode_000001.npz: damaged .*; delete it and the .json beside it"):
+        pair(data, tmp_path / "pairs", panda, qa_episodes=0)
+
+
+def test_first_frame_from_the_real_one(source: Path, panda: Robot, tmp_path: Path) -> None:
+    real = open_dataset(source)
+    data = changed(real, shortened(real, 2))
+    with pytest.raises(SimForcingError, match="masked first frame needs a camera file that fits, or arm masks"):
+        pair(data, tmp_path / "pairs", panda, qa_episodes=0, first_frame="masked")
+    arm = np.zeros((192, 320), np.uint8)
+    arm[40:150, 100:220] = 255
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    Image.fromarray(arm).save(masks / "episode_000000.png")
+    pair(data, tmp_path / "pairs", panda, qa_episodes=0, first_frame="masked", arm_masks=masks, episodes=[0])
+    episode = open_dataset(tmp_path / "pairs")[0]
+    (sim, later), picture = episode.frames(SIM), episode.frames(REAL, [0])[0]
+    inside, outside = np.abs(sim.astype(int) - picture)[45:145, 105:215], sim[:30, :80].reshape(-1, 3)
+    assert inside.mean() < 4.0
+    assert np.abs(outside.astype(int) - later[2, 300]).max() < 8  # the background of all simulated frames
+    with pytest.raises(SimForcingError, match=r"arm mask .*episode_000001.png: cannot be read"):
+        pair(data, tmp_path / "more", panda, qa_episodes=0, first_frame="masked", arm_masks=masks, episodes=[1])
+
+
+def test_masked_first_frame_has_the_background_of_the_renderer(panda: Robot) -> None:
+    camera = Camera.look_at((1.2, -0.5, 0.7), (0.55, 0.0, 0.55), fovy=30.0, height=64, width=96)
+    with ArmRenderer(panda, camera, 64, 96) as renderer:
+        drawn, mask = renderer.picture(panda.home, 1.0), renderer.mask(panda.home, 1.0)
+    cut = masked_first_frame(drawn, mask)
+    np.testing.assert_array_equal(cut[mask], drawn[mask])
+    assert np.abs(cut[0, 0].astype(int) - drawn[0, 0]).max() <= 1
+    with pytest.raises(SimForcingError, match="arm mask is 64x96, the picture 96x64"):
+        masked_first_frame(drawn.transpose(1, 0, 2), mask)
+
+
+def test_wrong_pairs_are_flagged(source: Path, panda: Robot, tmp_path: Path) -> None:
+    real = open_dataset(source)
+    whole = real[0]
+    last = real[2]
+    backwards = replace(whole, state=whole.state[::-1].copy())
+    stranger = replace(last, state=np.resize(real[1].state[::-1], last.state.shape))
+    made = pair(
+        changed(real, {0: backwards, 2: stranger}),
+        tmp_path / "pairs",
+        panda,
+        camera_key="exterior_2",
+        episodes=[0, 2],
+        qa_episodes=0,
+    )
+    assert [number for number, _ in made.flagged] == [0, 2]
+    rows = json.loads((tmp_path / "pairs/meta/simforcing.json").read_text())["episodes"]
+    assert rows[0]["flags"] == ["reversed"]
+    assert "backwards in time" in rows[0]["reasons"][0]
+
+
+def test_swapped_episodes_are_traced_to_each_other(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    motions = [qa.computed(np.cumsum(rng.normal(0, 0.02, (60, 5, 3)), axis=0)) for _ in range(4)]
+    store = parts.Store(tmp_path)
+    order = [1, 0, 2, 3]  # the simulations of 0 and 1 changed places
+    rows = []
+    for i, motion in enumerate(motions):
+        other = motions[order[i]]
+        path = parts.JointPath(*[np.zeros((60, 1))], *[np.zeros(60)] * 3, *[np.zeros(60, bool)] * 2)
+        check = qa.examine(motion, other, calibrated=False)
+        views = {"real": motion, "sim": other, "arm": other}
+        store.save(i, {**path.summary(), **check.to_dict()}, np.zeros((60, 2, 2, 3), np.uint8), path, views)
+        rows.append(store.summary(i))
+    pairs.find_swapped(store, rows)
+    assert ["swapped" in row["flags"] for row in rows] == [True, True, False, False]
+    assert "the simulation of episode 1" in rows[0]["reasons"][-1]
+    assert "the simulation of episode 0" in rows[1]["reasons"][-1]
+
+
+def test_data_without_states_follow_their_actions(shared: Path, tmp_path: Path) -> None:
+    start = poses(np.array([[0.2, 0.0, 0.2, 0.0, 0.3, 0.0, 0.0]]), "rotvec")[0]
+    widowx = Robot.load("widowx250s")
+    made = pair(shared / "data/bridge", tmp_path / "pairs", widowx, follow="action", start=start, episodes=[4])
+    assert (made.episodes, made.frames) == (1, 27)
+    data, source = open_dataset(tmp_path / "pairs"), open_dataset(shared / "data/bridge")
+    np.testing.assert_allclose(data[0].state[0, :3], [0.2, 0.0, 0.2], atol=1e-6)
+    moved = np.cumsum(source[4].action[:-1, :3], axis=0) + data[0].state[0, :3]
+    np.testing.assert_allclose(data[0].state[1:, :3], moved, atol=1e-5)
+    np.testing.assert_array_equal(data[0].action, source[4].action)
+    assert data.action_convention == source.action_convention
+
+
+def test_several_workers_need_paths(source: Path, panda: Robot, tmp_path: Path) -> None:
+    with pytest.raises(SimForcingError, match="several workers need dataset and robot as paths"):
+        pair(open_dataset(source), tmp_path / "pairs", panda, workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", "ray"])
+def test_two_workers_make_the_same(
+    source: Path, panda: Robot, tmp_path: Path, engine: Literal["processes", "ray"]
+) -> None:
+    if engine == "ray":
+        pytest.importorskip("ray", reason="needs the optional package ray")
+    pair(source, tmp_path / "one", panda)
+    made = pair(source, tmp_path / "two", panda, workers=2, engine=engine)
+    assert made.episodes == 3
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_killed_command_goes_on(source: Path, shared: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "simforcing.cli.main", "twin", "pair", str(source), str(tmp_path / "pairs")]
+    command += ["--robot", str(shared / "robots/panda/panda.urdf"), "--workers", "2"]
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not list((tmp_path / "pairs.parts").glob("episode_*.json")) and time.monotonic() < until:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)
+    running.wait(10)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "pairs.parts").glob("episode_*.json")}
+    assert kept
+    assert len(kept) < 3
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert shown.returncode == 0, shown.stderr
+    assert f"render: 100 % {3 - len(kept)} of {3 - len(kept)} episodes" in shown.stderr
+    assert len(open_dataset(tmp_path / "pairs")) == 3

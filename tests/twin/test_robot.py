@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -214,6 +215,61 @@ def test_missing_meshes_are_listed(shared: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(shared / "robots/panda/panda.urdf", tmp_path))
     with pytest.raises(SimForcingError, match=r"collision/link0\.stl.* and 15 more; put them beside the URDF"):
         Robot.load(path)
+
+
+@pytest.fixture
+def menagerie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for MuJoCo Menagerie's files, which its own package reads."""
+    pytest.importorskip("mujoco_menagerie", reason="needs the optional package mujoco-menagerie")
+    folder = tmp_path / "menagerie" / "franka_emika_panda"
+    folder.mkdir(parents=True)
+    (folder / "panda.xml").write_text(ARM)
+    monkeypatch.setenv("MENAGERIE_ROOT", str(folder.parent))
+    return folder.parent
+
+
+def test_menagerie_names_are_loaded(menagerie: Path) -> None:
+    robot = Robot.load("franka_emika_panda", ee="point")
+    assert robot.joint_names == ("turn", "bend", "wrist")
+    assert robot.origin == str(menagerie / "franka_emika_panda/panda.xml")
+    assert Robot.load("franka_emika_panda:panda").sha256 == robot.sha256
+    with pytest.raises(SimForcingError, match=r"near it: .*franka_emika_panda"):
+        Robot.load("franka_emika_pandas")
+    with pytest.raises(SimForcingError, match=r"franka_emika_panda has the models hand, .*panda_nohand"):
+        Robot.load("franka_emika_panda:pandas")
+
+
+def test_menagerie_without_network_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mujoco_menagerie", reason="needs the optional package mujoco-menagerie")
+    monkeypatch.setenv("MENAGERIE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MENAGERIE_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # it tries again a few times
+    with pytest.raises(SimForcingError, match=r"'franka_emika_panda': not downloaded yet, and .* cannot be reached"):
+        Robot.load("franka_emika_panda")
+
+
+def test_menagerie_names_need_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mujoco_menagerie", None)
+    with pytest.raises(SimForcingError, match=r"'franka_emika_panda': no such file, .* pip install mujoco-menagerie"):
+        Robot.load("franka_emika_panda")
+
+
+def test_bundled_panda_reports_the_frame_of_droid(shared: Path) -> None:
+    bundled, maker = Robot.load("panda"), Robot.load(shared / "robots/panda/panda.urdf")
+    assert bundled.ee_name == maker.ee_name == "panda_link8"
+    for q in np.random.default_rng(2).uniform(*maker.limits.T, size=(5, 7)):
+        np.testing.assert_allclose(bundled.fk(q), maker.fk(q), atol=1e-6)
+
+
+def test_surface_points_enclose_what_moves(panda: Robot) -> None:
+    points = panda.surface_points(panda.home, 1.0, size=1.0)
+    hand = panda.frame_poses(panda.home)["panda_hand_tcp"][:3, 3]
+    assert np.linalg.norm(points - hand, axis=1).min() < 0.05
+    assert (points.max(axis=0) - points.min(axis=0)).max() < 1.3
+    turned = panda.home.copy()
+    turned[0] += 0.5  # about the base: the arm turns, points with it
+    turn = Rotation.from_rotvec([0, 0, 0.5]).as_matrix()
+    np.testing.assert_allclose(panda.surface_points(turned, 1.0, size=1.0), points @ turn.T, atol=1e-9)
 
 
 def test_unknown_frame_lists_the_known(arm: Path) -> None:

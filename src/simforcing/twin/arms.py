@@ -7,6 +7,8 @@ Interbotix; Panda: Franka Emika). Link shapes are capsules, boxes and cylinders,
 Names that both arms share: body `base`, site `ee` between the fingertips (WidowX: x points out of the
 gripper; Panda: z points out of the gripper; y is the direction in which the fingers move), materials
 `shell`, `joint`, `gripper`, `finger`, and one position actuator per joint that bears the joint's name.
+The frames that datasets report are sites under the makers' names: `ee_gripper_link` of the WidowX (where `ee`
+is), `panda_link8` (the flange: DROID's cartesian states), `panda_hand` and `panda_hand_tcp` of the Panda.
 """
 
 from collections.abc import Mapping, Sequence
@@ -157,6 +159,11 @@ _WIDOWX: tuple[_Joint, ...] = (
 )
 
 
+def _frame(body: mujoco.MjsBody, name: str, pos: Sequence[float]) -> None:
+    """A site that is not drawn, with the body's axes."""
+    body.add_site(name=name, pos=pos, size=[0.004, 0, 0], group=4)
+
+
 def widowx250s() -> mujoco.MjSpec:
     """WidowX 250s: six revolute joints, two finger slides (`left_finger`, `right_finger`: 15 to 37 mm)."""
     b = _Builder("widowx250s")
@@ -165,7 +172,8 @@ def widowx250s() -> mujoco.MjSpec:
         links.append(b.link(links[-1], j.body, j.origin, joint=j.name, axis=j.axis, limits=j.limits, gains=j.gains))
     _widowx_shapes(b, links)
     hand = links[-1]
-    hand.add_site(name="ee", pos=(0.043 + 0.023 + 0.027575, 0, 0), size=[0.004, 0, 0], group=4)
+    for name in ("ee", "ee_gripper_link"):
+        _frame(hand, name, (0.043 + 0.023 + 0.027575, 0, 0))
     for side, sign in (("left", 1.0), ("right", -1.0)):
         body = b.link(
             hand,
@@ -226,7 +234,10 @@ def panda() -> mujoco.MjSpec:
     hand_quat = (float(np.cos(-np.pi / 8)), 0.0, 0.0, float(np.sin(-np.pi / 8)))
     hand = b.link(links[7], "hand", (0, 0, 0.107), quat=hand_quat)
     b.box(hand, "gripper", (0, 0, 0.035), (0.030, 0.105, 0.032), touches=True)
-    hand.add_site(name="ee", pos=(0, 0, 0.1034), size=[0.004, 0, 0], group=4)
+    _frame(links[7], "panda_link8", (0, 0, 0.107))
+    _frame(hand, "panda_hand", (0, 0, 0))
+    for name in ("ee", "panda_hand_tcp"):
+        _frame(hand, name, (0, 0, 0.1034))
     for number, sign in ((1, 1.0), (2, -1.0)):
         body = b.link(
             hand,

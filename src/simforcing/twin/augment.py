@@ -4,6 +4,7 @@ Pure functions of (poses, generator). N frames; a row is xyz in metres, rotation
 opening in [0, 1], all in the robot base frame.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +106,72 @@ def augment_trajectory(
     if rng.random() < config.toggle:
         out[:, 6] = _toggles(out[:, 6], rng)
     return limit_speed(workspace.clamp(out), config.max_step, config.max_turn)
+
+
+def jitter_start(
+    poses: Float64[np.ndarray, "N 7"], rng: np.random.Generator, metres: float, radians: float
+) -> Float64[np.ndarray, "N 7"]:
+    """Another start: a random offset and turn about the vertical that fade away over the first third."""
+    fade = np.zeros(len(poses))
+    third = max(2, len(poses) // 3)
+    fade[:third] = 0.5 + 0.5 * np.cos(np.pi * np.arange(third) / third)
+    out = poses.copy()
+    out[:, :3] += fade[:, None] * rng.uniform(-metres, metres, size=3)
+    yaw = np.outer(fade * rng.uniform(-radians, radians), [0.0, 0.0, 1.0])
+    out[:, 3:6] = (Rotation.from_rotvec(yaw) * Rotation.from_rotvec(out[:, 3:6])).as_rotvec()
+    return continuous(out)
+
+
+def passage(
+    start: Float64[np.ndarray, " 7"], end: Float64[np.ndarray, " 7"], step: float, turn: float
+) -> Float64[np.ndarray, "N 7"]:
+    """From one pose to another, both left out, with a smooth start and stop and the largest steps a frame (m, rad)."""
+    angle = (Rotation.from_rotvec(end[3:6]) * Rotation.from_rotvec(start[3:6]).inv()).magnitude()
+    apart = max(float(np.linalg.norm(end[:3] - start[:3])) / step, float(angle) / turn, abs(end[6] - start[6]) / 0.5)
+    frames = int(np.ceil(1.875 * apart))  # a minimum-jerk motion is 1.875 times as fast as its mean
+    if frames < 2:
+        return np.empty((0, 7))
+    t = np.arange(1, frames) / frames
+    return resample(np.stack([start, end]), t**3 * (10 - 15 * t + 6 * t**2))
+
+
+def splice(
+    segments: Sequence[Float64[np.ndarray, "n 7"]], frames: int, step: float, turn: float
+) -> Float64[np.ndarray, "N 7"]:
+    """Segments of different motions one after the other, with a `passage` between; cut, or held at the end."""
+    parts = [segments[0]]
+    for segment in segments[1:]:
+        parts += [passage(parts[-1][-1], segment[0], step, turn), segment]
+    joined = np.concatenate(parts)[:frames]
+    return continuous(np.concatenate([joined, np.repeat(joined[-1:], frames - len(joined), axis=0)]))
+
+
+def reach(
+    recorded: Float64[np.ndarray, "M 7"],
+    frames: int,
+    rng: np.random.Generator,
+    workspace: Workspace,
+    step: float,
+    turn: float,
+    spread: float = 0.15,
+) -> Float64[np.ndarray, "N 7"]:
+    """From a recorded pose to random places of the workspace, one after another, with pauses.
+
+    A place is up to `spread` metres along each axis from a recorded pose, whose orientation it takes, so that most can
+    be reached; the gripper opens and closes at random.
+    """
+    rows = [recorded[rng.integers(len(recorded))][None]]
+    count = 1
+    while count < frames:
+        goal = recorded[rng.integers(len(recorded))].copy()
+        goal[:3] += rng.uniform(-spread, spread, size=3)
+        goal[6] = rng.integers(2) if rng.random() < 0.5 else rows[-1][-1][6]
+        goal = workspace.clamp(goal[None])[0]
+        way = passage(rows[-1][-1], goal, step * rng.uniform(0.5, 1.0), turn)
+        stay = np.repeat(goal[None], int(rng.integers(1, 4)), axis=0)
+        rows += [way, stay]
+        count += len(way) + len(stay)
+    return continuous(np.concatenate(rows)[:frames])
 
 
 def mirror(poses: Float64[np.ndarray, "N 7"]) -> Float64[np.ndarray, "N 7"]:

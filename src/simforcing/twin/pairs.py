@@ -1,41 +1,41 @@
 """A dataset of real episodes -> a paired dataset: each frame of one camera beside its arm-only view.
 
-Shapes: N frames, H W picture size. The joint paths of all episodes are found first, so that bad input ends
-before anything is written.
+The joint paths of all episodes are found first, so that bad input ends before anything is drawn. Episodes are
+drawn one by one, each kept when it is finished (`parts.py`), and put together at the end.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float64, UInt8
-from PIL import Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float32, Float64
 
-from simforcing.data import REAL, SIM, ActionConvention, Dataset, Episode, LeRobotWriter, open_dataset
-from simforcing.data.episode import nearest
+from simforcing.data import REAL, SIM, ActionConvention, Dataset, Episode, LeRobotWriter
+from simforcing.data.actions import from_poses, names
+from simforcing.data.audit import open_checked
+from simforcing.data.episode import Rotation, StateConvention, nearest
 from simforcing.errors import SimForcingError
+from simforcing.twin import qa
 from simforcing.twin.camera import Camera, default_camera
-from simforcing.twin.render import ArmRenderer
-from simforcing.twin.replay import (
-    Follow,
-    JointPath,
-    Tolerance,
-    UnreachableError,
-    infer_gripper,
-    joint_path,
-    state_rotation,
-)
+from simforcing.twin.parallel import Engine, Workers
+from simforcing.twin.parts import Drawing, Found, Job, Part, Store, Tools, draw, draw_in_worker, find, find_in_worker
+from simforcing.twin.replay import Follow, Tolerance, commanded, infer_gripper, openings, state_convention
 from simforcing.twin.robot import Robot
+from simforcing.twin.sheets import page
 
-QA_FRAMES = 8
-_TINT = np.array([255.0, 90.0, 20.0])  # the simulated arm over the real picture, in the third row of the QA sheet
 _WRIST = ("wrist", "hand", "gripper", "tcp")
+_NEIGHBOURS = 50  # episodes to either side among which a better partner is looked for
+_SURE = 0.7  # agreement from which on no better partner is looked for
 
 Report = Callable[[str, int, int], None]
-"""Called with a stage (`replay`, `render`), the number of episodes done, and of all."""
+"""Called with a stage (`replay`, `render`, `write`), the number of episodes done, and of all."""
 
 
 @dataclass(frozen=True)
@@ -43,44 +43,51 @@ class Conventions:
     """What the dataset does not say itself; `auto` reads it from the dataset (see `resolve`)."""
 
     gripper: Literal["auto", "open_positive", "closed_positive"] = "auto"
-    rotation: Literal["auto", "rotvec", "euler_xyz"] = "auto"
+    rotation: Literal["auto"] | Rotation = "auto"
 
-    def resolve(self, dataset: Dataset) -> tuple[ActionConvention, str, list[str]]:
-        """The convention of actions, the rotation of states, and one line for each thing that was inferred.
+    def resolve(self, dataset: Dataset) -> tuple[ActionConvention, StateConvention, list[str]]:
+        """The conventions of actions and states, and one line for each thing that was inferred.
 
-        `auto` takes `meta/simforcing.json` where it is; else rotations are Euler angles where names say roll,
-        pitch, yaw, and the gripper counts as open where episodes usually start.
+        `auto` takes what the dataset's format or `meta/simforcing.json` says. In other LeRobot datasets rotations
+        are Euler angles where names say roll, pitch, yaw, and the gripper counts as open where episodes usually
+        start.
         """
-        convention, notes = dataset.action_convention, []
+        convention, found_notes = dataset.action_convention, []
+        state = state_convention(dataset, convention)
         if self.rotation != "auto":
-            convention = replace(convention, rotation=self.rotation)
+            convention, state = replace(convention, rotation=self.rotation), replace(state, rotation=self.rotation)
         if self.gripper != "auto":
-            convention = replace(convention, gripper=self.gripper)
-        elif "action" not in dataset.meta:
+            convention, state = replace(convention, gripper=self.gripper), replace(state, gripper=self.gripper)
+        elif "action" not in dataset.meta and not _says_gripper(dataset):
             found = infer_gripper(dataset)
-            convention = replace(convention, gripper=found or convention.gripper)
+            sign = found or convention.gripper
+            convention, state = replace(convention, gripper=sign), replace(state, gripper=sign)
             why = "most episodes start so when open" if found else "not clear from the data; assumed"
-            notes.append(f"gripper: {convention.gripper} ({why}); --gripper says otherwise")
-        rotation = self.rotation if self.rotation != "auto" else state_rotation(dataset, convention)
-        return convention, rotation, notes
+            found_notes.append(f"gripper: {sign} ({why}); --gripper says otherwise")
+        return convention, state, found_notes
+
+
+def _says_gripper(dataset: Dataset) -> bool:
+    """Whether the format itself settles which end of the gripper is open; LeRobot's does not."""
+    return bool(dataset.format) and not dataset.format.startswith("LeRobot")
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """What `pair` made; `skipped` holds (episode, reason), `notes` what was inferred from the data."""
+    """What `pair` made. skipped: (episode, reason). flagged: (episode, reasons) of pairs that QA doubts. notes: what
+    was inferred from the data. left: episodes that are still to be drawn, by other shards; then `out` is not there
+    yet and the finished episodes are in `parts`.
+    """
 
     out: Path
+    parts: Path
     episodes: int
     frames: int
     skipped: tuple[tuple[int, str], ...]
+    flagged: tuple[tuple[int, str], ...]
     worst_position: float  # metres
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    episode: int
-    path: JointPath
+    left: int = 0
 
 
 def choose_camera(dataset: Dataset, key: str | None = None) -> str:
@@ -111,95 +118,81 @@ def pair(
     camera_key: str | None = None,
     follow: Follow = "state",
     conventions: Conventions | None = None,
+    start: Float64[np.ndarray, "4 4"] | None = None,
     offset: Float64[np.ndarray, "4 4"] | None = None,
     tolerance: Tolerance | None = None,
+    first_frame: Literal["rendered", "masked"] = "rendered",
+    arm_masks: Path | None = None,
     skip_bad: bool = False,
     episodes: Sequence[int] | None = None,
     qa_episodes: int = 3,
+    workers: int = 1,
+    engine: Engine = "processes",
+    shard: tuple[int, int] | None = None,
     report: Report | None = None,
 ) -> PairResult:
     """Write the paired LeRobot v3.0 dataset `out`: real frames of one camera, and the arm alone beside them.
 
-    camera: where it stands (default: `default_camera`, a guess). camera_key: see `choose_camera`. follow,
-    offset, tolerance: see `joint_path`. episodes: numbers to take (default all). qa_episodes: how many get a
-    contact sheet in `qa/`. State, action and task are kept; camera, robot, conventions and errors go to
-    `meta/simforcing.json`.
+    camera: where it stands (default: `default_camera`, a guess). camera_key: see `choose_camera`. follow, start,
+    offset, tolerance: see `joint_path`. first_frame: `masked` takes frame 0 of the simulated view from the real one,
+    by `arm_masks` or the calibrated camera. episodes: numbers to take (default all). qa_episodes: how many get a
+    contact sheet in `qa/`, besides those that are flagged. workers, engine: see `Workers`. shard: (i, n) draws the
+    i-th of n parts only (from 1); a run without it draws what is missing and puts everything together.
 
-    Raises SimForcingError for an existing `out`, rows that are not 7 numbers, poses out of reach (unless
-    `skip_bad`, which counts and lists them), a camera of another shape, and a machine without renderer. On
-    any error and on interruption nothing is left at `out`.
+    State, action and task are kept; camera, robot, conventions, errors and QA go to `meta/simforcing.json`, numbers of
+    every frame to `qa/frames.parquet`, the page for people is `qa/index.html`. A run that ends early leaves finished
+    episodes in `<out>.parts`, and the same call goes on from there.
+
+    Raises SimForcingError for an existing `out`, a damaged dataset and poses out of reach (unless `skip_bad`, which
+    counts and lists them), a camera of another shape, and a machine without renderer.
     """
-    data = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
     target = Path(out)
+    _check(target, shard)
+    if first_frame == "masked" and camera is None and arm_masks is None:
+        raise SimForcingError("a masked first frame needs a camera file that fits, or arm masks")
+    data = dataset if isinstance(dataset, Dataset) else open_checked(dataset, skip_bad=skip_bad, video=False)
+    crew = Workers(workers, engine)
+    if not crew.here and (isinstance(dataset, Dataset) or robot.origin is None):
+        raise SimForcingError("several workers need dataset and robot as paths, which they can open themselves")
+    numbers = _numbers(data, episodes)
+    convention, state, notes = (conventions or Conventions()).resolve(data)
+    key, view = _view(data, robot, camera, camera_key, numbers[0])
+    store = Store(target.with_name(f"{target.name}.parts").resolve())
+    job = Job(
+        dataset=data.root.resolve(),
+        left_out=data.skipped,
+        robot=robot.origin or "",
+        ee=robot.ee_name,
+        key=key,
+        camera=view,
+        calibrated=camera is not None,
+        convention=convention,
+        state=state,
+        follow=follow,
+        start=start,
+        offset=offset,
+        tolerance=tolerance or Tolerance(),
+        masked=first_frame == "masked",
+        arm_masks=None if arm_masks is None else arm_masks.resolve(),
+        skip_bad=skip_bad,
+        store=store.root,
+    )
+    run = _Run(data, robot, job, store, crew, numbers, qa_episodes, report or (lambda stage, done, total: None))
+    return run.carry_out(target, shard, notes)
+
+
+def _check(target: Path, shard: tuple[int, int] | None) -> None:
     if target.exists():
         raise SimForcingError(f"{target}: exists already; choose another output, or delete it first")
-    tell = report or (lambda stage, done, total: None)
-    key = choose_camera(data, camera_key)
-    numbers = _numbers(data, episodes)
-    height, width = data[numbers[0]].frames(key, [0]).shape[1:3]
-    view = (camera or default_camera(robot, width, height)).resized(height, width)
-    convention, rotation, notes = (conventions or Conventions()).resolve(data)
-    find = partial(
-        joint_path, robot, convention=convention, rotation=rotation, follow=follow, offset=offset, tolerance=tolerance
-    )
-    plans, skipped = _replay(data, numbers, find, skip_bad, tell)
-    meta: dict[str, Any] = {
-        "action": convention.to_dict(),
-        "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name},
-        "camera": {"key": key, "source": "file" if camera else "default guess", **view.to_dict()},
-        "source": {"dataset": data.root.name, "follow": follow, "state_rotation": rotation},
-        "tool_offset": None if offset is None else offset.tolist(),
-        **_outcome(plans, skipped),
-    }
-    with ArmRenderer(robot, view, height, width) as renderer:
-        _write(data, target, key, plans, renderer, meta, qa_episodes, tell)
-    worst = max(float(plan.path.position_error.max()) for plan in plans)
-    frames = sum(len(plan.path.q) for plan in plans)
-    return PairResult(target, len(plans), frames, tuple(skipped), worst, tuple(notes))
+    if shard is not None and not 1 <= shard[0] <= shard[1]:
+        raise SimForcingError(f"shard {shard[0]}/{shard[1]}: give i/n with i from 1 to n")
 
 
-def _outcome(plans: Sequence[_Plan], skipped: Sequence[tuple[int, str]]) -> dict[str, Any]:
-    """What became of each source episode, for `meta/simforcing.json`."""
-    return {
-        "episodes": [{"source": plan.episode, **plan.path.summary()} for plan in plans],
-        "skipped": [{"source": number, "reason": reason} for number, reason in skipped],
-    }
-
-
-def _write(
-    data: Dataset,
-    target: Path,
-    key: str,
-    plans: Sequence[_Plan],
-    renderer: ArmRenderer,
-    meta: dict[str, Any],
-    qa_episodes: int,
-    tell: Report,
-) -> None:
-    """Render and write every planned episode, and contact sheets of the first ones."""
-    size = (renderer.camera.height, renderer.camera.width)
-    writing = LeRobotWriter(
-        target,
-        fps=data.fps,
-        robot=data.robot,
-        cameras={REAL: size, SIM: size},
-        state_names=data.state_names,
-        action_names=data.action_names,
-        meta=meta,
-    )
-    with writing as writer:
-        for done, (episode, path) in enumerate((data[plan.episode], plan.path) for plan in plans):
-            real = episode.frames(key)
-            if real.shape[1:3] != size:
-                here = f"{real.shape[1]}x{real.shape[2]}"
-                raise SimForcingError(f"{episode.where}: {key} is {here}, others are {size[0]}x{size[1]}")
-            sim = np.stack([renderer.picture(q, o) for q, o in zip(path.q, path.opening, strict=True)])
-            writer.add_episode({REAL: real, SIM: sim}, episode.state, episode.action, episode.task)
-            if done < qa_episodes:
-                (writer.partial / "qa").mkdir(exist_ok=True)
-                sheet = contact_sheet(real, sim, path, renderer)
-                Image.fromarray(sheet).save(writer.partial / "qa" / f"episode_{done:06d}.png")
-            tell("render", done + 1, len(plans))
+def _view(data: Dataset, robot: Robot, camera: Camera | None, key: str | None, number: int) -> tuple[str, Camera]:
+    """The dataset's camera, and where it stands, for pictures as large as those of episode `number`."""
+    chosen = choose_camera(data, key)
+    height, width = data[number].frames(chosen, [0]).shape[1:3]
+    return chosen, (camera or default_camera(robot, width, height)).resized(height, width)
 
 
 def _numbers(data: Dataset, episodes: Sequence[int] | None) -> list[int]:
@@ -212,38 +205,253 @@ def _numbers(data: Dataset, episodes: Sequence[int] | None) -> list[int]:
     return numbers
 
 
-def _replay(
-    data: Dataset, numbers: Sequence[int], find: Callable[[Episode], JointPath], skip_bad: bool, tell: Report
-) -> tuple[list[_Plan], list[tuple[int, str]]]:
-    """Joint paths of all episodes, and those left out with the reason."""
-    plans, skipped = [], []
-    for done, number in enumerate(numbers):
+def _plan(data: Dataset, robot: Robot, job: Job, numbers: Sequence[int]) -> dict[str, Any]:
+    """What must be the same for a run to go on: everything that a drawn episode depends on."""
+    content = json.dumps([data.root.name, data.fps, data.lengths, data.tasks, list(numbers)]).encode()
+    return {
+        "dataset": hashlib.sha256(content).hexdigest()[:16],
+        "robot": [robot.name, robot.sha256, robot.ee_name],
+        "camera": {"key": job.key, "calibrated": job.calibrated, **job.camera.to_dict()},
+        "conventions": [job.convention.to_dict(), job.state.to_dict()],
+        "follow": job.follow,
+        "start pose": None if job.start is None else job.start.tolist(),
+        "tool offset": None if job.offset is None else job.offset.tolist(),
+        "tolerance": [job.tolerance.position, job.tolerance.rotation],
+        "first frame": "masked" if job.masked else "rendered",
+    }
+
+
+@dataclass
+class _Run:
+    """One run of `pair` on its store."""
+
+    data: Dataset
+    robot: Robot
+    job: Job
+    store: Store
+    crew: Workers
+    numbers: Sequence[int]
+    qa_episodes: int
+    tell: Report
+
+    def carry_out(self, target: Path, shard: tuple[int, int] | None, notes: Sequence[str]) -> PairResult:
+        """Draw what is missing, or the share of a shard; without a shard, put everything together."""
+        self.store.begin(_plan(self.data, self.robot, self.job, self.numbers))
         try:
-            plans.append(_Plan(number, find(data[number])))
-        except UnreachableError as error:
-            if not skip_bad:
-                raise
-            skipped.append((number, str(error)))
-        tell("replay", done + 1, len(numbers))
-    if not plans:
-        raise SimForcingError(f"{data.root}: all {len(skipped)} episodes are out of reach; the first: {skipped[0][1]}")
-    return plans, skipped
+            with self.store.lock(None if shard is None else f"{shard[0]}-of-{shard[1]}"):
+                self.draw(self.numbers if shard is None else self.numbers[shard[0] - 1 :: shard[1]])
+                if shard is None:
+                    self.assemble(target)
+                made = self.result(target, notes)
+                if shard is None:
+                    self.store.remove()
+                return made
+        finally:
+            self.store.remove(unless_used=True)
+
+    def draw(self, share: Sequence[int]) -> None:
+        """Find and draw the episodes of `share` that are not finished; those that were left out are tried again."""
+        done = self.store.done()
+        finished = {number for number in done if "skipped" not in self.store.summary(number)}
+        todo = [number for number in share if number not in finished]
+        if not todo:
+            return
+        sheets = set(self.numbers[: self.qa_episodes])
+        tools = Tools(self.job, self.data, self.robot)
+        here = self.crew.here
+        try:
+            with self.crew as crew:
+                found: dict[int, Found] = {}
+                for number, answer in crew.each(
+                    partial(find, tools) if here else partial(find_in_worker, self.job), todo
+                ):
+                    found[number] = answer
+                    self.tell("replay", len(found), len(todo))
+                drawings = []
+                for number in todo:
+                    path, reason = found[number].path, found[number].reason
+                    if path is None:
+                        self.store.skip(number, reason)
+                    else:
+                        drawings.append(Drawing(number, path, number in sheets))
+                work = partial(draw, tools) if here else partial(draw_in_worker, self.job)
+                for count, _ in enumerate(crew.each(work, drawings), start=1):
+                    self.tell("render", count, len(drawings))
+        finally:
+            tools.renderer.close()
+
+    def rows(self) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+        """Summaries of the finished episodes in order, and what was left out with reasons."""
+        done = self.store.done()
+        rows = [self.store.summary(number) for number in self.numbers if number in done]
+        skipped = [(int(row["source"]), str(row["skipped"])) for row in rows if "skipped" in row]
+        return [row for row in rows if "skipped" not in row], sorted([*self.data.skipped, *skipped])
+
+    def result(self, target: Path, notes: Sequence[str]) -> PairResult:
+        """The outcome so far."""
+        rows, skipped = self.rows()
+        return PairResult(
+            out=target,
+            parts=self.store.root,
+            episodes=len(rows),
+            frames=sum(int(row["frames"]) for row in rows),
+            skipped=tuple(skipped),
+            flagged=tuple((int(r["source"]), "; ".join(r["reasons"])) for r in rows if set(r["flags"]) - {"still"}),
+            worst_position=max((float(row["position_error_mm"]) for row in rows), default=0.0) / 1000,
+            notes=tuple(notes),
+            left=len(self.numbers) - len(self.store.done() & set(self.numbers)),
+        )
+
+    def assemble(self, target: Path) -> None:
+        """Write the dataset, its QA pictures and page from the finished episodes."""
+        rows, skipped = self.rows()
+        if not rows:
+            raise SimForcingError(
+                f"{self.data.root}: all {len(skipped)} episodes are out of reach or damaged; the first: {skipped[0][1]}"
+            )
+        find_swapped(self.store, rows)
+        size = (self.job.camera.height, self.job.camera.width)
+        stateless = not self.data[rows[0]["source"]].state.shape[-1]
+        writing = LeRobotWriter(
+            target,
+            fps=self.data.fps,
+            robot=self.data.robot,
+            cameras={REAL: size, SIM: size},
+            state_names=names(self.job.state.rotation) if stateless else _names_or_numbers(self.data, "state"),
+            action_names=_names_or_numbers(self.data, "action"),
+            meta=self.meta(rows, skipped),
+        )
+        with writing as writer:
+            tables = []
+            for done, row in enumerate(rows, start=1):
+                episode, part = self.data[row["source"]], self.store.load(row["source"])
+                state = self._computed_state(episode) if stateless else episode.state
+                writer.add_episode(
+                    {REAL: episode.frames(self.job.key), SIM: part.sim}, state, episode.action, episode.task
+                )
+                tables.append(_frames_table(done - 1, part))
+                self.tell("write", done, len(rows))
+            self._write_qa(writer.partial / "qa", rows, skipped, pa.concat_tables(tables))
+
+    def _computed_state(self, episode: Episode) -> Float32[np.ndarray, "N W"]:
+        """States for data that have none: where the actions lead."""
+        poses = commanded(episode, self.job.convention, self.job.state, self.job.start)
+        gripper = np.concatenate([np.ones(1), openings(episode.action[:-1, -1], self.job.convention)])
+        return from_poses(poses, gripper, self.job.state)
+
+    def meta(self, rows: Sequence[Mapping[str, Any]], skipped: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        """Content of `meta/simforcing.json`."""
+        job, robot = self.job, self.robot
+        return {
+            "action": job.convention.to_dict(),
+            "state": job.state.to_dict(),
+            "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name},
+            "camera": {"key": job.key, "source": "file" if job.calibrated else "default guess", **job.camera.to_dict()},
+            "source": {"dataset": self.data.root.name, "follow": job.follow, "state_rotation": job.state.rotation},
+            "tool_offset": None if job.offset is None else job.offset.tolist(),
+            "first_frame": "masked" if job.masked else "rendered",
+            "episodes": list(rows),
+            "skipped": [{"source": number, "reason": reason} for number, reason in skipped],
+        }
+
+    def _write_qa(
+        self, folder: Path, rows: Sequence[Mapping[str, Any]], skipped: Sequence[tuple[int, str]], frames: pa.Table
+    ) -> None:
+        folder.mkdir()
+        pq.write_table(frames, folder / "frames.parquet")
+        pictures = {}
+        for i, row in enumerate(rows):
+            sheet = self.store.sheet(row["source"])
+            if sheet is not None:
+                copy = folder / f"episode_{i:06d}.png"
+                copy.write_bytes(sheet.read_bytes())
+                pictures[f"episode {i}: real, simulated, simulated arm over the real picture; motion"] = copy
+        columns = ("episode", "source", "frames", *_SHOWN.values(), "doubts")
+        cells = [
+            ([i, r["source"], r["frames"], *(r[key] for key in _SHOWN), "; ".join(r["reasons"])], bool(r["flags"]))
+            for i, r in enumerate(rows)
+        ]
+        doubted = sum(bool(set(row["flags"]) - {"still"}) for row in rows)
+        lines = [
+            f"{len(rows)} episodes of {self.data.root.name}, {sum(r['frames'] for r in rows)} frames, "
+            f"{self.robot.name} by '{self.robot.ee_name}'; {doubted} doubtful, {len(skipped)} left out.",
+            _HOW_TO_READ if self.job.calibrated else f"{_HOW_TO_READ} {_GUESSED}",
+            *(f"Left out: {reason}" for _, reason in skipped),
+        ]
+        (folder / "index.html").write_text(page("Pairs", lines, columns, cells, pictures), encoding="utf-8")
 
 
-def contact_sheet(
-    real: UInt8[np.ndarray, "N H W 3"],
-    sim: UInt8[np.ndarray, "N H W 3"],
-    path: JointPath,
-    renderer: ArmRenderer,
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Eight frames of an episode: real, simulated, and the simulated arm tinted over the real picture."""
-    picks = np.linspace(0, len(real) - 1, min(QA_FRAMES, len(real))).astype(int)
-    masks = [renderer.mask(path.q[i], float(path.opening[i])) for i in picks]
-    over = [_overlay(real[i], mask) for i, mask in zip(picks, masks, strict=True)]
-    rows = [np.concatenate(list(row), axis=1) for row in (real[picks], sim[picks], over)]
-    return np.concatenate(rows, axis=0)
+_SHOWN = {
+    "motion_agreement": "agreement",
+    "motion_overlap": "overlap",
+    "lag_action_sim": "lag action, sim",
+    "lag_sim_real": "lag sim, real",
+    "position_error_mm": "miss (mm)",
+    "rotation_error_degrees": "miss (degrees)",
+    "frames_beyond_limits": "frames beyond limits",
+}
+_HOW_TO_READ = (
+    "Agreement: correlation of how the moments of real and simulated motion differ from each other; near 0 for "
+    "motions that have nothing in common. Lags in frames; positive: the second is later; an action with lag 0 is "
+    "reached at the next frame. Miss: largest distance of the simulated end effector from where the data have it."
+)
+_GUESSED = (
+    "The camera is a guess: views move alike but do not lie on each other, so there is no overlap, and mirrored pairs "
+    "are found only where the motion to the sides is clear."
+)
 
 
-def _overlay(picture: UInt8[np.ndarray, "H W 3"], mask: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W 3"]:
-    mixed: Any = np.where(mask[..., None], 0.45 * picture + 0.55 * _TINT, picture)
-    return np.asarray(mixed.astype(np.uint8))
+def _names_or_numbers(data: Dataset, what: Literal["state", "action"]) -> tuple[str, ...]:
+    """Names of the columns; numbered where the dataset has none."""
+    named, width = getattr(data, f"{what}_names"), getattr(data[0], what).shape[-1]
+    return tuple(named) if len(named) == width else tuple(f"{what}_{i}" for i in range(width))
+
+
+def _frames_table(episode: int, part: Part) -> pa.Table:
+    """One row a frame: how well its pose was reached, and what moves from it to the next frame."""
+    path = part.path
+    columns = {
+        "episode": np.full(len(path.q), episode),
+        "frame": np.arange(len(path.q)),
+        "position_error_mm": 1e3 * path.position_error,
+        "rotation_error_degrees": np.degrees(path.rotation_error),
+        "converged": path.converged,
+        "at_limit": path.at_limit,
+        "beyond_limits": path.beyond_limits,
+    }
+    return pa.table({name: pa.array(values) for name, values in columns.items()})
+
+
+def find_swapped(store: Store, rows: Sequence[dict[str, Any]], thresholds: qa.Thresholds = qa.Thresholds()) -> None:
+    """Flag (`swapped`, in `rows`) episodes whose real motion agrees with another episode's simulation instead.
+
+    Pairs that are doubtful anyway, and unsuspicious ones whose better partner prefers another, too: by chance alone
+    some motion always agrees better than a pair that the camera sees badly.
+    """
+    suspects = [i for i, row in enumerate(rows) if row["motion_agreement"] < _SURE and "still" not in row["flags"]]
+    found = {i: _better_partner(store, rows, i, thresholds) for i in suspects}
+    for i, better in found.items():
+        if better is not None and (rows[i]["flags"] or found.get(better[0]) is not None):
+            partner, agreement = better
+            own = rows[i]["motion_agreement"]
+            reason = (
+                f"agrees better with the simulation of episode {partner} ({agreement:.2f}) than its own ({own:.2f})"
+            )
+            rows[i]["flags"] = [*rows[i]["flags"], "swapped"]
+            rows[i]["reasons"] = [*rows[i]["reasons"], reason]
+
+
+def _better_partner(
+    store: Store, rows: Sequence[Mapping[str, Any]], i: int, thresholds: qa.Thresholds
+) -> tuple[int, float] | None:
+    """The neighbour with whose simulation the real motion of episode `i` agrees clearly better, and how much."""
+    real, frames = store.motion(rows[i]["source"], "real"), rows[i]["frames"]
+    best, partner = -1.0, i
+    for j in range(max(0, i - _NEIGHBOURS), min(len(rows), i + _NEIGHBOURS + 1)):
+        if j == i or abs(rows[j]["frames"] - frames) > 0.5 * frames:
+            continue
+        agreement = max(qa.agreement(real, store.motion(rows[j]["source"], name)) for name in ("sim", "arm"))
+        if agreement > best:
+            best, partner = agreement, j
+    needed = max(rows[i]["motion_agreement"] + thresholds.better, thresholds.plain)
+    return (partner, best) if best > needed else None

@@ -10,12 +10,11 @@ follows from the seed.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from scipy.spatial.transform import Rotation
 from simforcing.data import REAL, SIM, ActionConvention, LeRobotWriter
 from simforcing.errors import SimForcingError
 from simforcing.twin.augment import AugmentConfig, about, augment_trajectory
+from simforcing.twin.parallel import process_pool
 from simforcing.twin.scene import (
     COLOURS,
     MOVABLE,
@@ -72,6 +72,21 @@ class WorldConfig:
     speed: tuple[float, float] = (0.037, 0.058)
     timestep: float = 0.005
     augmentation: AugmentConfig = field(default_factory=AugmentConfig)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "WorldConfig":
+        """The configuration that a dataset of this world was made with, from its `meta/simforcing.json`.
+
+        Raises SimForcingError for keys that this version does not know.
+        """
+
+        def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+        try:
+            return cls(**{**plain(stored), "augmentation": AugmentConfig(**plain(stored["augmentation"]))})
+        except (TypeError, KeyError) as error:
+            raise SimForcingError(f"world config: made by another version ({error}); make the pairs anew") from error
 
     def __post_init__(self) -> None:
         setting(self.robot)
@@ -305,7 +320,7 @@ def rollouts(
         yield from (episode(seed, config, real=real, augment=augment) for seed in seeds)
         return
     waiting: deque[Future[Rollout]] = deque()
-    with ProcessPoolExecutor(min(workers, max(1, len(seeds))), mp_context=get_context("spawn")) as pool:
+    with process_pool(min(workers, max(1, len(seeds)))) as pool:
         try:
             for seed in seeds:
                 waiting.append(pool.submit(episode, seed, config, real=real, augment=augment))

@@ -3,7 +3,7 @@
 Shapes: H W picture size, n arm joints. Pictures are RGB uint8; masks are true where the arm is.
 """
 
-import os
+import atexit
 from types import TracebackType
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Float64, UInt8
 
 from simforcing.errors import SimForcingError
-from simforcing.twin import DEBIAN_PACKAGES
 from simforcing.twin.camera import Camera
+from simforcing.twin.gl import no_renderer
 from simforcing.twin.robot import Robot
 
 BACKGROUND = (0.42, 0.48, 0.54)
@@ -75,17 +75,46 @@ class ArmRenderer:
             self._renderer.disable_segmentation_rendering()
 
 
+class KeptRenderer:
+    """An `ArmRenderer` that opens when it is first needed, and closes at the latest when the process ends."""
+
+    def __init__(self, robot: Robot, camera: Camera) -> None:
+        self.robot, self.camera = robot, camera
+        self._renderer: ArmRenderer | None = None
+
+    def __call__(self) -> ArmRenderer:
+        """The open renderer, for pictures of the camera's size. Raises as `ArmRenderer` does."""
+        if self._renderer is None:
+            self._renderer = ArmRenderer(self.robot, self.camera, self.camera.height, self.camera.width)
+            atexit.register(self.close)  # after OpenGL registered its own clean-up, hence before it runs
+        return self._renderer
+
+    def close(self) -> None:
+        """Free the OpenGL context, if there is one."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+            atexit.unregister(self.close)
+
+
+def masked_first_frame(real: UInt8[np.ndarray, "H W 3"], arm: Bool[np.ndarray, "H W"]) -> UInt8[np.ndarray, "H W 3"]:
+    """A first simulated frame from a real one: the pixels of the arm, on the background of the simulated views.
+
+    arm: true where the robot is, by a segmentation model or by `ArmRenderer.mask` under a calibrated camera. Raises
+    SimForcingError where the sizes differ.
+    """
+    if real.shape[:2] != arm.shape:
+        raise SimForcingError(f"arm mask is {arm.shape[0]}x{arm.shape[1]}, the picture {real.shape[0]}x{real.shape[1]}")
+    plain = np.round(255 * np.array(BACKGROUND)).astype(np.uint8)
+    return np.asarray(np.where(arm[..., None], real, plain))
+
+
 def _open(model: mujoco.MjModel, height: int, width: int) -> Any:
     """MuJoCo's renderer, or an error that says what to install."""
     try:
         return mujoco.Renderer(model, height, width)
     except (ImportError, AttributeError, RuntimeError, mujoco.FatalError) as error:
-        chosen = os.environ.get("MUJOCO_GL") or "none"
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise SimForcingError(
-            f"no OpenGL renderer (MUJOCO_GL is {chosen}: {reason}); install {DEBIAN_PACKAGES} "
-            "(Debian names), or set MUJOCO_GL to egl or osmesa before Python starts"
-        ) from error
+        raise no_renderer(error) from error
 
 
 def _scene(robot: Robot, camera: Camera) -> mujoco.MjModel:

@@ -1,23 +1,25 @@
 """From recorded numbers to a joint path: states or actions give end-effector targets, IK the joints.
 
-Shapes: N frames, n arm joints. Rows of states and actions are 7 numbers: xyz in metres, rotation in radians
-(rotation vector or Euler angles), gripper. Poses are 4x4 float64 matrices in the robot base frame.
+Shapes: N frames, n arm joints, W numbers a row: xyz, rotation (rotation vector or Euler angles; a quaternion makes
+W 8), gripper. Poses are 4x4 float64 matrices in the robot base frame, metres.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64
 from scipy.spatial.transform import Rotation
 
-from simforcing.data.episode import ActionConvention, Dataset, Episode
+from simforcing.data.actions import targets, to_openings, to_poses, width
+from simforcing.data.episode import ActionConvention, Dataset, Episode, StateConvention
+from simforcing.data.episode import Rotation as Turn
 from simforcing.errors import SimForcingError
-from simforcing.twin.robot import Robot
+from simforcing.twin.robot import IKResult, Robot
 
 Follow = Literal["state", "action"]
-_WIDTH = 7
+Convention = ActionConvention | StateConvention
 _EULER = {"roll", "pitch", "yaw"}
 _STILL = 0.05  # share of the gripper range that counts as its end
 
@@ -36,48 +38,49 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class JointPath:
-    """One episode as joints: `q`, gripper `opening` in [0, 1] (1 = open), and what the IK left over."""
+    """One episode as joints: `q`, gripper `opening` in [0, 1] (1 = open), and what the IK left over.
+
+    Per frame: the miss of the pose, whether a joint is at its limit, and whether the solver converged.
+    """
 
     q: Float64[np.ndarray, "N n"]
     opening: Float64[np.ndarray, " N"]
     position_error: Float64[np.ndarray, " N"]  # metres
     rotation_error: Float64[np.ndarray, " N"]  # radians
     at_limit: Bool[np.ndarray, " N"]
+    converged: Bool[np.ndarray, " N"]
+
+    @property
+    def beyond_limits(self) -> Bool[np.ndarray, " N"]:
+        """Frames whose pose asks for more than a joint limit gives: at a limit, and missed."""
+        return np.asarray(self.at_limit & ~self.converged)
 
     def summary(self) -> dict[str, Any]:
-        """Worst errors (mm, degrees), frames with a joint at its limit, largest joint step (radians)."""
+        """Worst errors (mm, degrees), counts of frames at or beyond limits or not converged, largest joint step."""
         step = float(np.abs(np.diff(self.q, axis=0)).max()) if len(self.q) > 1 else 0.0
         return {
             "frames": len(self.q),
             "position_error_mm": round(1e3 * float(self.position_error.max()), 3),
             "rotation_error_degrees": round(float(np.degrees(self.rotation_error.max())), 3),
             "frames_at_limit": int(self.at_limit.sum()),
+            "frames_beyond_limits": int(self.beyond_limits.sum()),
+            "frames_not_converged": int((~self.converged).sum()),
             "joint_step": round(step, 4),
         }
 
 
-def _rotation(rows: Float[np.ndarray, "N 3"], kind: str) -> Rotation:
-    values = np.asarray(rows, dtype=np.float64)
-    return Rotation.from_euler("xyz", values) if kind == "euler_xyz" else Rotation.from_rotvec(values)
+def poses(rows: Float[np.ndarray, "N W"], rotation: Turn) -> Float64[np.ndarray, "N 4 4"]:
+    """Pose matrices of rows xyz (metres), rotation (radians), gripper."""
+    return to_poses(rows, StateConvention(rotation=rotation))
 
 
-def poses(rows: Float[np.ndarray, "N 7"], rotation: str) -> Float64[np.ndarray, "N 4 4"]:
-    """Pose matrices of rows xyz, rotation, gripper; `rotation` is `rotvec` or `euler_xyz`."""
-    out = np.tile(np.eye(4), (len(rows), 1, 1))
-    out[:, :3, :3] = _rotation(rows[:, 3:6], rotation).as_matrix()
-    out[:, :3, 3] = rows[:, :3]
-    return out
-
-
-def openings(values: Float[np.ndarray, " N"], convention: ActionConvention) -> Float64[np.ndarray, " N"]:
+def openings(values: Float[np.ndarray, " N"], convention: Convention) -> Float64[np.ndarray, " N"]:
     """Gripper values as openings in [0, 1], 1 = open (clipped)."""
-    low, high = convention.gripper_range
-    part = np.clip((np.asarray(values, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
-    return np.asarray(part if convention.gripper == "open_positive" else 1.0 - part)
+    return np.asarray(np.clip(to_openings(values, convention), 0.0, 1.0))
 
 
 def action_targets(
-    start: Float64[np.ndarray, "N 4 4"], action: Float[np.ndarray, "N 7"], convention: ActionConvention
+    start: Float64[np.ndarray, "N 4 4"], action: Float[np.ndarray, "N W"], convention: ActionConvention
 ) -> Float64[np.ndarray, "N 4 4"]:
     """Pose at every frame by the actions: frame 0 as measured, frame i + 1 where action i leads.
 
@@ -85,47 +88,62 @@ def action_targets(
     action leads past the episode and is not used. Raises SimForcingError for absolute poses in the tool
     frame.
     """
-    if convention.kind == "absolute":
-        if convention.frame == "tool":
-            raise SimForcingError("action convention: absolute poses need frame = base")
-        return np.concatenate([start[:1], poses(action[:-1], convention.rotation)])
-    change = poses(action, convention.rotation)
-    out = [start[0]]
-    for i in range(len(action) - 1):
-        out.append(_moved(start[i] if convention.relative_to == "state" else out[-1], change[i], convention.frame))
-    return np.stack(out)
+    return np.concatenate([start[:1], targets(action, start, convention)[:-1]])
 
 
-def _moved(
-    pose: Float64[np.ndarray, "4 4"], change: Float64[np.ndarray, "4 4"], frame: str
-) -> Float64[np.ndarray, "4 4"]:
-    """`pose` after a change given in its own axes (`tool`) or in the base's, about the tool's origin."""
-    if frame == "tool":
-        return np.asarray(pose @ change)
-    out = np.eye(4)
-    out[:3, :3] = change[:3, :3] @ pose[:3, :3]
-    out[:3, 3] = pose[:3, 3] + change[:3, 3]
-    return out
-
-
-def state_rotation(dataset: Dataset, convention: ActionConvention) -> str:
-    """How states store rotation: Euler angles where names say roll, pitch, yaw, else as the actions do."""
-    return "euler_xyz" if set(dataset.state_names) >= _EULER else convention.rotation
+def state_convention(dataset: Dataset, convention: ActionConvention) -> StateConvention:
+    """How states are stored: as the dataset says; else Euler angles where names say roll, pitch, yaw, and the rest as
+    the actions have it.
+    """
+    if dataset.state_convention is not None:
+        return dataset.state_convention
+    euler = set(dataset.state_names) >= _EULER
+    return StateConvention(
+        rotation="euler_xyz" if euler else convention.rotation,
+        gripper=convention.gripper,
+        gripper_range=convention.gripper_range,
+        position_unit=convention.position_unit,
+        angle_unit=convention.angle_unit,
+    )
 
 
 def infer_gripper(dataset: Dataset, episodes: int = 20) -> Literal["open_positive", "closed_positive"] | None:
     """The sign of the gripper by the habit that episodes start with it open; None where they do not agree.
 
-    Looks at the first states of up to `episodes` episodes, spread over the dataset, relative to
-    `dataset.action_convention.gripper_range`.
+    Looks at the first states of up to `episodes` episodes, spread over the dataset, relative to the range that
+    the dataset gives. None without states, too.
     """
-    low, high = dataset.action_convention.gripper_range
+    low, high = (dataset.state_convention or dataset.action_convention).gripper_range
     picks = np.unique(np.linspace(0, len(dataset) - 1, min(episodes, len(dataset))).astype(int))
-    first = np.array([float(dataset[int(i)].state[0, -1]) for i in picks])
+    rows = [dataset[int(i)].state[:1] for i in picks]
+    first = np.array([float(row[0, -1]) for row in rows if row.size])
+    if not first.size:
+        return None
     part = (first - low) / (high - low)
     if np.mean(part > 1 - _STILL) > 0.7:
         return "open_positive"
     return "closed_positive" if np.mean(part < _STILL) > 0.7 else None
+
+
+def commanded(
+    episode: Episode,
+    convention: ActionConvention,
+    state: StateConvention,
+    start: Float64[np.ndarray, "4 4"] | None = None,
+) -> Float64[np.ndarray, "N 4 4"]:
+    """Pose at every frame by the actions (`action_targets`), from the measured poses or, without any, from `start`.
+
+    Raises SimForcingError for rows of another width, and where there is nothing to start from.
+    """
+    _check_width(episode, "action", convention.rotation)
+    if episode.state.shape[-1] and start is None:
+        _check_width(episode, "state", state.rotation)
+        return action_targets(to_poses(episode.state, state), episode.action, convention)
+    if start is None:
+        raise SimForcingError(f"{episode.where}: it has no state; say where the arm starts with --start-pose")
+    if convention.kind == "delta" and convention.relative_to == "state":
+        convention = replace(convention, relative_to="target")  # the measured poses are not known: add changes up
+    return action_targets(np.tile(start, (episode.length, 1, 1)), episode.action, convention)
 
 
 def joint_path(
@@ -133,44 +151,63 @@ def joint_path(
     episode: Episode,
     convention: ActionConvention,
     *,
-    rotation: str,
+    state: StateConvention,
     follow: Follow = "state",
+    start: Float64[np.ndarray, "4 4"] | None = None,
     offset: Float64[np.ndarray, "4 4"] | None = None,
     tolerance: Tolerance | None = None,
 ) -> JointPath:
     """The joint path that shows `episode`, one row a frame.
 
-    follow: measured `state`, or the poses that the `action`s command (see `action_targets`). rotation: of the
-    states. offset: pose, in the robot's end-effector frame, of the frame that the data report (default: the
-    same). Raises UnreachableError, naming episode, frame and miss, for poses missed by more than `tolerance`,
-    and SimForcingError for rows that are not 7 numbers.
+    follow: measured `state`, or the poses that the `action`s command (see `commanded`). start: pose at the first
+    frame, for episodes without states. offset: pose, in the robot's end-effector frame, of the frame that the
+    data report (default: the same). Raises UnreachableError, naming episode, frame and miss, for poses missed by
+    more than `tolerance`, and SimForcingError for rows of another width.
     """
     limit = tolerance or Tolerance()
-    for name, rows in (("state", episode.state), ("action", episode.action)):
-        if rows.ndim != 2 or rows.shape[1] != _WIDTH:
-            raise SimForcingError(
-                f"{episode.where}: {name} has {rows.shape[-1]} numbers a row; replay needs 7 (xyz, rotation, gripper)"
-            )
-    targets = poses(episode.state, rotation)
-    gripper = openings(episode.state[:, 6], convention)
     if follow == "action":
-        targets = action_targets(targets, episode.action, convention)
-        gripper[1:] = openings(episode.action[:-1, 6], convention)
+        wanted = commanded(episode, convention, state, start)
+        first = openings(episode.state[:1, -1], state) if episode.state.shape[-1] else np.ones(1)
+        gripper = np.concatenate([first, openings(episode.action[:-1, -1], convention)])
+    else:
+        if not episode.state.shape[-1]:
+            raise SimForcingError(f"{episode.where}: it has no state to follow; use --follow action --start-pose ...")
+        _check_width(episode, "state", state.rotation)
+        _check_width(episode, "action", convention.rotation)  # not used, but pairs say what it means
+        wanted = to_poses(episode.state, state)
+        gripper = openings(episode.state[:, -1], state)
     if offset is not None:
-        targets = targets @ np.linalg.inv(offset)
-    answer = robot.ik(targets)
+        wanted = wanted @ np.linalg.inv(offset)
+    answer = robot.ik(wanted)
     missed = (answer.position_error > limit.position) | (answer.rotation_error > limit.rotation)
     if missed.any():
-        score = answer.position_error / limit.position + answer.rotation_error / limit.rotation
-        worst = int(np.argmax(np.where(missed, score, -1.0)))
-        raise UnreachableError(
-            f"{episode.where}, frame {worst}: {robot.name} misses the pose of '{robot.ee_name}' by "
-            f"{100 * answer.position_error[worst]:.1f} cm "
-            f"and {np.degrees(answer.rotation_error[worst]):.1f} degrees "
-            f"({int(missed.sum())} of {len(missed)} frames are out of reach); "
-            "check --robot, --ee and --rotation, or --skip-bad"
+        raise _unreachable(robot, episode, answer, missed, limit)
+    return JointPath(answer.q, gripper, answer.position_error, answer.rotation_error, answer.at_limit, answer.converged)
+
+
+def _unreachable(
+    robot: Robot, episode: Episode, answer: IKResult, missed: Bool[np.ndarray, " N"], limit: Tolerance
+) -> UnreachableError:
+    score = answer.position_error / limit.position + answer.rotation_error / limit.rotation
+    worst = int(np.argmax(np.where(missed, score, -1.0)))
+    return UnreachableError(
+        f"{episode.where}, frame {worst}: {robot.name} misses the pose of '{robot.ee_name}' by "
+        f"{100 * answer.position_error[worst]:.1f} cm "
+        f"and {np.degrees(answer.rotation_error[worst]):.1f} degrees "
+        f"({int(missed.sum())} of {len(missed)} frames are out of reach"
+        f"{', a joint is at its limit' if answer.at_limit[worst] else ''}); "
+        "check --robot, --ee and --rotation, or --skip-bad"
+    )
+
+
+def _check_width(episode: Episode, name: str, rotation: Turn) -> None:
+    rows = episode.state if name == "state" else episode.action
+    wanted = width(rotation)
+    if rows.ndim != 2 or rows.shape[1] != wanted:
+        raise SimForcingError(
+            f"{episode.where}: {name} has {rows.shape[-1]} numbers a row; "
+            f"replay needs {wanted} (xyz, rotation, gripper)"
         )
-    return JointPath(answer.q, gripper, answer.position_error, answer.rotation_error, answer.at_limit)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,17 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from simforcing.errors import SimForcingError
+from simforcing.twin import menagerie
 from simforcing.twin.urdf import read_urdf
 
 BUNDLED = ("widowx250s", "panda")
 # Frames whose pose a controller reports, in order of preference. `panda_link8` comes before the hand: it is
 # the frame of DROID's cartesian states (forward kinematics of its joints meets them to 0.001 mm, no offset).
 EE_NAMES = (
-    "ee",
     "panda_link8",
     "fr3_link8",
     "ee_gripper_link",
+    "ee",
     "panda_hand_tcp",
     "panda_hand",
     "fr3_hand_tcp",
@@ -46,17 +47,23 @@ _GRIPPER = re.compile(r"finger|gripper|jaw|knuckle|claw", re.IGNORECASE)
 _HINGE_SLIDE = (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE))
 _UNLIMITED = 2 * np.pi  # range given to a joint without limits
 _TURN_COST = 0.3  # metres that a radian of rotation error weighs in the IK
+_CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], dtype=np.float64)
 LIMIT_MARGIN = 1e-3  # a joint this close to its limit counts as at it (rad or m)
 
 
 @dataclass(frozen=True)
 class IKResult:
-    """A joint path: `q` and, per frame, the pose that it misses by and whether a joint sits at its limit."""
+    """A joint path: `q` and, per frame, what it misses the pose by, and whether a joint sits at its limit.
+
+    `converged`: within the tolerances of the solver. A frame that is at a limit and did not converge asks for
+    more than the joint limits give.
+    """
 
     q: Float64[np.ndarray, "N n"]
     position_error: Float64[np.ndarray, " N"]  # metres
     rotation_error: Float64[np.ndarray, " N"]  # radians
     at_limit: Bool[np.ndarray, " N"]
+    converged: Bool[np.ndarray, " N"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,8 @@ def pose_matrix(
 class Robot:
     """A kinematic robot arm; `Robot.load` makes one.
 
-    Attributes: `name`, `source` (path or bundled name), `sha256` of the model file, `mjspec` (copy it before
+    Attributes: `name`, `source` (path or bundled name), `origin` (what `load` makes it from again, in another process;
+    None for one made from a specification), `sha256` of the model file, `mjspec` (copy it before
     attaching it to a scene), `model`, `data`, `base_name`, `ee_name`, `joint_names` (base to tip), `limits`
     [n, 2], `home` [n], `fingers`.
     """
@@ -107,6 +115,8 @@ class Robot:
         self.limits: Float64[np.ndarray, "n 2"] = np.where(
             limited, self.model.jnt_range[joints], [-_UNLIMITED, _UNLIMITED]
         )
+        self._moving = _shapes_below(self.model, joints[0])
+        self._wrist = _shapes_below(self.model, joints[-min(3, len(joints))])
         self._base = int(self.model.body_parentid[self.model.jnt_bodyid[joints[0]]])
         self.base_name = str(self.model.body(self._base).name)
         self._rest = _rest(self.model)
@@ -117,10 +127,12 @@ class Robot:
         self._base_pose = pose_matrix(self.data.xpos[self._base], self.data.xmat[self._base].reshape(3, 3))
         self.fingers = _fingers(self.model, self._rest, joints)
         self._solver: tuple[mink.Configuration, mink.FrameTask, list[mink.Limit]] | None = None
+        self.origin: str | None = None
 
     @classmethod
     def load(cls, spec: str | Path, *, ee: str | None = None) -> "Robot":
-        """A bundled arm by name (`widowx250s`, `panda`) or the model at a path (`.xml` MJCF, `.urdf`).
+        """A bundled arm (`widowx250s`, `panda`), the model at a path (`.xml` MJCF, `.urdf`), or a name of MuJoCo
+        Menagerie such as `franka_emika_panda` (see `menagerie.model_file`).
 
         `ee` names the body or site whose pose states and targets give; without it the first of `EE_NAMES`
         that the model has, else the link that carries the fingers. Raises SimForcingError for an unknown
@@ -132,8 +144,12 @@ class Robot:
 
             bundled = arms.widowx250s() if str(spec) == "widowx250s" else arms.panda()
             digest = hashlib.sha256(bundled.to_xml().encode()).hexdigest()
-            return cls(bundled, name=str(spec), ee=ee, source=f"bundled {spec}", sha256=digest)
+            robot = cls(bundled, name=str(spec), ee=ee, source=f"bundled {spec}", sha256=digest)
+            robot.origin = str(spec)
+            return robot
         path = Path(spec)
+        if not path.exists() and menagerie.looks_like_a_name(str(spec)):
+            path = menagerie.model_file(str(spec), BUNDLED)
         if not path.is_file():
             raise SimForcingError(
                 f"robot '{spec}': no such file; give an .xml (MJCF) or .urdf, or one of {', '.join(BUNDLED)}"
@@ -141,7 +157,9 @@ class Robot:
         if path.suffix.lower() not in (".xml", ".urdf"):
             raise SimForcingError(f"robot {path}: not a robot model; expected .xml (MJCF) or .urdf")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return cls(_read(path), name=path.stem, ee=ee, source=str(path), sha256=digest)
+        robot = cls(_read(path), name=path.stem, ee=ee, source=str(path), sha256=digest)
+        robot.origin = str(path.resolve())
+        return robot
 
     def set_joints(self, data: mujoco.MjData, q: Float64[np.ndarray, " n"], opening: float | None = None) -> None:
         """Write arm joints `q`, gripper `opening` (0 closed, 1 open) and body poses into `data`."""
@@ -181,6 +199,22 @@ class Robot:
             for name, frame in named
             if name
         }
+
+    def surface_points(
+        self, q: Float64[np.ndarray, " n"], opening: float | None = None, *, size: float = 0.6, wrist: bool = False
+    ) -> Float64[np.ndarray, "K 3"]:
+        """Points on everything that moves, in the base frame: corners of the bounding box of each shape.
+
+        `size` scales the boxes about their middles; 1 encloses the arm. wrist: only what the last three joints move.
+        """
+        self.set_joints(self.data, q, opening)
+        moving = self._wrist if wrist else self._moving
+        boxes = self.model.geom_aabb[moving]
+        corners = boxes[:, None, :3] + size * boxes[:, None, 3:] * _CORNERS
+        turns = self.data.geom_xmat[moving].reshape(-1, 3, 3)
+        world = np.einsum("gij,gkj->gki", turns, corners) + self.data.geom_xpos[moving][:, None]
+        base = self._base_pose
+        return np.asarray((world.reshape(-1, 3) - base[:3, 3]) @ base[:3, :3])
 
     def finger_positions(self, opening: float) -> dict[str, float]:
         """Position of every gripper joint for `opening` in [0, 1], 1 = open (clipped); {} without one."""
@@ -222,7 +256,8 @@ class Robot:
         path = np.array(rows).reshape(len(poses), len(self.joint_names))
         missed = np.array(errors).reshape(len(poses), 2)
         near = (path <= self.limits[:, 0] + LIMIT_MARGIN) | (path >= self.limits[:, 1] - LIMIT_MARGIN)
-        return IKResult(path, missed[:, 0], missed[:, 1], np.asarray(near.any(axis=1)))
+        there = np.asarray((missed <= tolerance).all(axis=1))
+        return IKResult(path, missed[:, 0], missed[:, 1], np.asarray(near.any(axis=1)), there)
 
     def _solve(
         self,
@@ -309,6 +344,12 @@ def _ancestors(model: mujoco.MjModel, body: int) -> list[int]:
         path.append(body)
         body = int(model.body_parentid[body])
     return path[::-1]
+
+
+def _shapes_below(model: mujoco.MjModel, joint: int) -> list[int]:
+    """Geoms that a joint moves."""
+    first = int(model.jnt_bodyid[joint])
+    return [g for g in range(model.ngeom) if first in _ancestors(model, int(model.geom_bodyid[g]))]
 
 
 def _chain(model: mujoco.MjModel, body: int, source: str) -> list[int]:

@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Float64, UInt8
 
 from simforcing.errors import SimForcingError
-from simforcing.twin import DEBIAN_PACKAGES, arms
+from simforcing.twin import arms
 from simforcing.twin.augment import Workspace
+from simforcing.twin.gl import no_renderer
 
 TOOL_X = np.eye(3)  # the gripper points along x of site `ee` (WidowX)
 TOOL_Z = np.array([[0.0, 0.0, 1.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0]])  # the gripper points along z (Panda)
@@ -113,11 +114,7 @@ class Canvas:
             self._opengl.make_current()
             self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         except Exception as error:  # whatever OpenGL's layers raise, the remedy is the same
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise SimForcingError(
-                f"no OpenGL renderer (MUJOCO_GL is {name or 'none'}: {reason}); install {DEBIAN_PACKAGES} "
-                "(Debian names), or set MUJOCO_GL to egl or osmesa before Python starts"
-            ) from error
+            raise no_renderer(error) from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._model, self._size = model, size
         self._scene = mujoco.MjvScene(model, maxgeom=200)
