@@ -18,7 +18,6 @@ SIZES = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "text_dim": 8, "freq_d
 BACKENDS = [
     ("eager", False),
     pytest.param("aot_eager", True, marks=pytest.mark.slow),
-    pytest.param("inductor", False, marks=pytest.mark.slow),
     pytest.param("inductor", True, marks=pytest.mark.slow),
 ]
 CONFIG = WorldModelConfig(ExpertConfig(24, 48, **SIZES), ExpertConfig(16, 32, **SIZES), channels=3)
@@ -88,7 +87,7 @@ def test_a_rollout_compiles_one_graph_once(model: WorldModel, backend: str, mask
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "masked"), BACKENDS)
+@pytest.mark.parametrize(("backend", "masked"), BACKENDS[:2])
 def test_a_training_step_compiles_one_graph_once(model: WorldModel, backend: str, masked: bool) -> None:
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model.denoise, backend=counter, fullgraph=True, dynamic=False)

@@ -425,6 +425,7 @@ def preparation(**choices: Any) -> Preparation:
     ("config", "prepared", "said"),
     [
         (replace(CONFIG, action_positions="frame"), None, "action_positions is 'frame'"),
+        (replace(CONFIG, attention="bidirectional"), None, "attention is bidirectional"),
         (replace(CONFIG, flow=replace(CONFIG.flow, shift=3.0)), None, r"flow is Flow\(shift=3\.0"),
         (replace(CONFIG, video=replace(EXPERT, eps=1e-5)), None, "eps is 1e-05 and 1e-06"),
         (CONFIG, preparation(text_pooling="mean"), "text_pooling is 'mean'"),

@@ -275,15 +275,6 @@ def test_text_weights_that_do_not_fit_are_listed(releases: dict[str, Path], tmp_
 # -- the action expert's first weights --------------------------------------------------------------------------------
 
 
-def test_resize_equals_the_released_one(parity: Path) -> None:
-    vectors = load_file(parity / "extras.safetensors")
-    cases = {key.split(".")[1] for key in vectors if key.startswith("resize.")}
-    assert len(cases) >= 5
-    for case in cases:
-        source, want = vectors[f"resize.{case}.src"], vectors[f"resize.{case}.dst"]
-        assert torch.equal(backbone.resize(source, want.shape), want), case
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
 def test_resize_keeps_constants_and_ends(size: list[int], data: st.DataObject) -> None:

@@ -39,6 +39,12 @@ CASES = {
     "count": ("sample", r"sched\.(\d+)\.timesteps"),
     "resized": ("extras", r"resize\.(\d+)\.src"),
     "total": ("extras", r"lr\.total(\d+)"),
+    "policy_case": ("policy", r"(.+)\.out\.loss_action"),
+    "policy_prediction": ("policy", r"(.+)\.mid\.pred_action"),
+    "policy_gradient": ("policy", r"(.+)\.gradnorm\.__total__"),
+    "acted": ("policy", r"infer\.(uncond\.n\d+.*)\.action"),
+    "imagined": ("policy", r"infer\.(.+)\.video"),
+    "policy_mask": ("policy", r"mask\.(.+)"),
 }
 """What a test's argument runs over: names found in a file."""
 

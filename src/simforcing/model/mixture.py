@@ -90,24 +90,28 @@ def action_keys_values(
     _, time = expert.condition_embedder.time(x.new_zeros(1, 1, dtype=torch.float32))
     result: list[KeysValues] = []
     for i, block in enumerate(expert.layers):
-        x, seen = block.run(_action_block, x, time, text[i], mask, rope, i + 1 == len(expert.blocks))
+        x, seen = block.run(action_block, x, time, text[i], mask, rope, None, i + 1 == len(expert.blocks))
         result.append(seen)
     return result
 
 
-def _action_block(
+def action_block(
     block: Block,
     x: Float[Tensor, "B A D"],
-    time: Float[Tensor, "1 1 6 D"],
+    time: Float[Tensor, "B 1 6 D"],
     text: KeysValues,
     mask: Bool[Tensor, "B 1 1 L"] | None,
     rope: Tensor,
+    before: KeysValues | None,
     last: bool,
 ) -> tuple[Float[Tensor, "B A D"], KeysValues]:
-    """Tokens after one block, and its keys and values; of the last block nothing else is needed."""
+    """Tokens of actions after one block, and all keys and values that they see; `last`: nothing else is needed of it.
+
+    before: what they see besides themselves; a world model's actions see nothing else, a policy's see video.
+    """
     *attention, shift, scale, gate = (m.squeeze(1) for m in block.modulation(time))
     normed = modulated(x, attention[0], attention[1], block.eps)
-    seen = block.attn1.keys_values(normed, rope)
+    seen = _joined(before, block.attn1.keys_values(normed, rope))
     if last:
         return x, seen
     heads = attend(block.attn1.query(normed, rope), *seen)
@@ -134,21 +138,10 @@ def remember_first(expert: VideoExpert, first: Float[Tensor, "B C 1 H W"], condi
     _, time = expert.condition_embedder.time(x.new_zeros(1, 1, dtype=torch.float32))
     before: list[KeysValues] = []
     for i, block in enumerate(expert.layers):
-        x, seen = block.run(_first_block, x, time, early, i, i + 1 == len(expert.blocks))
+        x, seen = block.run(_watched_block, x, time, early, i, 0, i + 1 == len(expert.blocks))
         before.append(seen)
     sim = None if condition.sim is None else condition.sim.tokens(slice(tokens, None))
     return replace(condition, rope=condition.rope[tokens:], before=before, sim=sim, knows_first=True)
-
-
-def _first_block(
-    block: Block, x: Float[Tensor, "B 1 n D"], time: Float[Tensor, "1 1 6 D"], early: Condition, i: int, last: bool
-) -> tuple[Float[Tensor, "rows 1 n D"], KeysValues]:
-    """Tokens of the first frame after block i, and all keys and values that later frames see in it."""
-    parts = block.modulation(time)
-    normed, seen = _enter(block, x, parts, early, i)
-    if last:
-        return x, seen
-    return _leave(block, x, parts, attend(block.attn1.query(normed, early.rope), *seen), early, i), seen
 
 
 def denoise(
@@ -162,26 +155,75 @@ def denoise(
     timestep: n = 1, one time for all frames; n = 2, the first frame's and the others'. One row serves all samples.
     `rows` is B times the number of branches of the condition.
     """
-    frames, height, width = (n // p for n, p in zip(latents.shape[2:], expert.patch, strict=True))
-    embedding, time = expert.condition_embedder.time(timestep)
-    x = expert.embed(latents)
-    x = _tiled(x, len(condition.text[0][0]))
-    x = x.unflatten(1, (frames, -1)) if timestep.shape[1] == 2 else x.unsqueeze(1)
-    embedding, time = _a_frame(embedding, frames), _a_frame(time, frames)
-    first = height * width if condition.first_frame_causal and not condition.knows_first else 0
+    grid, first = _grid(expert, latents, condition)
+    embedding, time, x = _embedded(expert, latents, timestep, condition)
     for i, block in enumerate(expert.layers):
         x = block.run(_video_block, x, time, condition, i, first)
-    return expert.unembed(x, embedding, (frames, height, width))
+    return expert.unembed(x, embedding, grid)
+
+
+def watch(
+    expert: VideoExpert,
+    latents: Float[Tensor, "B C F H W"],
+    timestep: Float32[Tensor, "B n"],
+    condition: Condition,
+    predict: bool = True,
+) -> tuple[Float[Tensor, "rows C F H W"] | None, list[KeysValues]]:
+    """As `denoise`, with the keys and values of every block that a later frame sees: what a policy's actions see.
+
+    predict: False leaves out the velocity, and with it what follows the last block's keys and values.
+    """
+    grid, first = _grid(expert, latents, condition)
+    embedding, time, x = _embedded(expert, latents, timestep, condition)
+    found: list[KeysValues] = []
+    for i, block in enumerate(expert.layers):
+        last = not predict and i + 1 == len(expert.blocks)
+        x, seen = block.run(_watched_block, x, time, condition, i, first, last)
+        found.append(seen)
+    return expert.unembed(x, embedding, grid) if predict else None, found
+
+
+def _grid(expert: VideoExpert, latents: Tensor, condition: Condition) -> tuple[tuple[int, int, int], int]:
+    """Patches along frames, height and width, and how many tokens are of a first frame that sees no later one."""
+    frames, height, width = (n // p for n, p in zip(latents.shape[2:], expert.patch, strict=True))
+    first = height * width if condition.first_frame_causal and not condition.knows_first else 0
+    return (frames, height, width), first
+
+
+def _embedded(
+    expert: VideoExpert, latents: Tensor, timestep: Tensor, condition: Condition
+) -> tuple[Float[Tensor, "B G D"], Float[Tensor, "B G 6 D"], Float[Tensor, "B G n D"]]:
+    """Time embedding and its modulation, a group of tokens each, and the tokens."""
+    embedding, time = expert.condition_embedder.time(timestep)
+    frames = latents.shape[2] // expert.patch[0]
+    x = _tiled(expert.embed(latents), len(condition.text[0][0]))
+    x = x.unflatten(1, (frames, -1)) if timestep.shape[1] == 2 else x.unsqueeze(1)
+    return _a_frame(embedding, frames), _a_frame(time, frames), x
 
 
 def _video_block(
     block: Block, x: Float[Tensor, "B G n D"], time: Float[Tensor, "B G 6 D"], condition: Condition, i: int, first: int
 ) -> Float[Tensor, "rows G n D"]:
     """Tokens after block i; `first` of them are the first frame's and see no later ones."""
+    return _watched_block(block, x, time, condition, i, first, False)[0]
+
+
+def _watched_block(
+    block: Block,
+    x: Float[Tensor, "B G n D"],
+    time: Float[Tensor, "B G 6 D"],
+    condition: Condition,
+    i: int,
+    first: int,
+    last: bool,
+) -> tuple[Float[Tensor, "rows G n D"], KeysValues]:
+    """As `_video_block`, with all keys and values that later tokens see in it; `last`: nothing else is needed of it."""
     parts = block.modulation(time)
     normed, seen = _enter(block, x, parts, condition, i)
+    if last:
+        return x, seen
     heads = _first_frame_causal(block.attn1.query(normed, condition.rope), seen, first)
-    return _leave(block, x, parts, heads, condition, i)
+    return _leave(block, x, parts, heads, condition, i), seen
 
 
 def _tiled(x: Float[Tensor, "B S D"], rows: int) -> Float[Tensor, "rows S D"]:
@@ -201,11 +243,15 @@ def _enter(
 ) -> tuple[Float[Tensor, "B S D"], KeysValues]:
     """Normed tokens of block i, and the keys and values that they may see: what came before, then their own."""
     normed = modulated(x, parts[0], parts[1], block.eps).flatten(1, 2)
-    keys, values = block.attn1.keys_values(normed, condition.rope)
-    if condition.before is None:
-        return normed, (keys, values)
-    before = condition.before[i]
-    return normed, (torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2))
+    before = None if condition.before is None else condition.before[i]
+    return normed, _joined(before, block.attn1.keys_values(normed, condition.rope))
+
+
+def _joined(before: KeysValues | None, own: KeysValues) -> KeysValues:
+    """What came before, then their own."""
+    if before is None:
+        return own
+    return torch.cat([before[0], own[0]], dim=2), torch.cat([before[1], own[1]], dim=2)
 
 
 def _first_frame_causal(query: Float[Tensor, "B h S d"], seen: KeysValues, first: int) -> Float[Tensor, "B h S d"]:

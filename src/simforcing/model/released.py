@@ -186,7 +186,7 @@ def check_exportable(config: WorldModelConfig, preparation: Mapping[str, Any] | 
     problems = []
     if config.action_positions != "index":
         problems.append(f"action_positions is {config.action_positions!r}, the layout's is 'index'")
-    for name in ("patch", "flow"):
+    for name in ("patch", "flow", "attention"):
         if getattr(config, name) != default[name].default:
             problems.append(f"{name} is {getattr(config, name)}, the layout's is {default[name].default}")
     if config.video.eps != config.action.eps or config.video.eps != 1e-6:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -66,11 +66,16 @@ class WorldModelConfig:
         return cls(**values | {"patch": tuple(data.get("patch", cls.patch))})
 
 
+M = TypeVar("M", bound="WorldModel")
+
+
 class WorldModel(Unit):
     """A video expert and an action expert in joint attention, with simulation latents as an optional condition.
 
     SimForcing, sections on the mixture of transformers and on simulation conditioning.
     """
+
+    config_type: ClassVar[type[WorldModelConfig]] = WorldModelConfig
 
     def __init__(self, config: WorldModelConfig, preparation: Preparation | None = None) -> None:
         super().__init__()
@@ -286,19 +291,19 @@ class WorldModel(Unit):
     @classmethod
     def from_pretrained(
         cls, source: str | Path, revision: str | None = None, dtype: torch.dtype | None = torch.float32
-    ) -> "WorldModel":
+    ) -> Self:
         """Loads a directory, or a repository of the hub, strictly. dtype None keeps the weights as they are stored.
 
         Raises:
             SimForcingError: there is no model at `source`, or it does not fit.
         """
         if Path(source).is_dir():
-            return load_world_model(Path(source), dtype)
+            return load_model(Path(source), cls, dtype)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
-            return load_world_model(Path(snapshot_download(str(source), revision=revision)), dtype)
+            return load_model(Path(snapshot_download(str(source), revision=revision)), cls, dtype)
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise SimForcingError(f"no model at {source}: not a directory, and not to be had from the hub") from error
 
@@ -314,6 +319,11 @@ class WorldModel(Unit):
 
 
 def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> WorldModel:
+    """Reads the directory of a world model; see `load_model`."""
+    return load_model(root, WorldModel, dtype)
+
+
+def load_model(root: Path, kind: type[M], dtype: torch.dtype | None = torch.float32) -> M:
     """Reads a directory that `save_pretrained` wrote, strictly. dtype None keeps the weights as they are stored.
 
     Raises:
@@ -324,7 +334,7 @@ def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> W
             raise SimForcingError(f"{root} is not a model directory: {name} is missing")
     try:
         description = json.loads((root / "config.json").read_text())
-        config = WorldModelConfig.from_dict(description["model"])
+        config = kind.config_type.from_dict(description["model"])
         preparation = None
         if description["preparation"] is not None:
             preparation = Preparation.from_dict(
@@ -336,7 +346,7 @@ def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> W
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
     with torch.device("meta"):
-        model = WorldModel(config, preparation)
+        model = kind(config, preparation)
     load_strictly(model, state, str(root))
     return model
 
