@@ -114,8 +114,9 @@ def batch_of(t: Tensors, case: Case = Case()) -> Batch:
 def draws_of(model: Policy, t: Tensors) -> Draws:
     time = model.flow.timestep
     both = t["in.noise_video"], time(t["in.u_video"]), t["in.noise_action"], time(t["in.u_action"])
-    watched = torch.where(t["I.in.cond_noised"], time(t["I.in.u_cond"]), 0.0)
-    return Draws(*both, watched, t["I.in.noise_cond"])
+    u = t.get("I.in.u_cond", torch.zeros(len(both[0])))  # not drawn where no copy is noisy
+    watched = torch.where(t["I.in.cond_noised"], time(u), 0.0)
+    return Draws(*both, watched, t.get("I.in.noise_cond", torch.zeros_like(both[0])))
 
 
 def merged(pair: KeysValues) -> dict[str, Tensor]:
@@ -150,8 +151,8 @@ def test_what_is_noised(policy: Callable[[str], Policy], golden: Tensors) -> Non
         torch.testing.assert_close(torch.cat([first, x[:, :, 1:]], dim=2), golden[theirs], **CLOSE)
     x = noised(batch.action, draws.action_noise, draws.action_timestep / steps)
     torch.testing.assert_close(x, golden["mid.noisy_action"], **CLOSE)
-    torch.testing.assert_close(model.flow.weight(draws.timestep), golden["mid.weight_video"], **CLOSE)
-    torch.testing.assert_close(model.flow.weight(draws.action_timestep), golden["mid.weight_action"], **CLOSE)
+    for t, theirs in ((draws.timestep, "mid.weight_video"), (draws.action_timestep, "mid.weight_action")):
+        torch.testing.assert_close(model.flow.weight(t), golden[theirs].reshape(-1), **CLOSE)
 
 
 @torch.no_grad()
@@ -316,12 +317,14 @@ def test_imagined_video_and_its_actions(
 # -- who sees whom --------------------------------------------------------------------------------------------------
 
 
-def disturbed(x: Tensor, token: int, patch: tuple[int, ...]) -> Tensor:
-    """Latents [1, C, F, H, W] with one token changed."""
+def disturbed(x: Tensor, tokens: list[int | None], patch: tuple[int, ...]) -> Tensor:
+    """A copy of latents [1, C, F, H, W] for each token (None: as they are), which is changed in it."""
     grid = [n // p for n, p in zip(x.shape[2:], patch, strict=True)]
-    f, h, w = (int(i) for i in np.unravel_index(token, grid))
-    y = x.clone()
-    y[:, :, f : f + 1, h * patch[1] : (h + 1) * patch[1], w * patch[2] : (w + 1) * patch[2]] += 4.0
+    y = x.repeat(len(tokens), 1, 1, 1, 1)
+    for row, token in enumerate(tokens):
+        if token is not None:
+            f, h, w = (int(i) for i in np.unravel_index(token, grid))
+            y[row, :, f, h * patch[1] : (h + 1) * patch[1], w * patch[2] : (w + 1) * patch[2]] += 4.0
     return y
 
 
@@ -330,55 +333,45 @@ def test_masks(policy: Callable[[str], Policy], golden: Tensors, policy_mask: st
     """A token is changed; what else changes is what may see it. (The masks are transitive: depth changes nothing.)"""
     mask, name = golden[f"mask.{policy_mask}"], policy_mask
     model = policy({"uncond": "first-frame", "idm": "idm", "joint": "joint"}[name.split("_")[0]])
-    frame = math.prod(golden["in.latents"].shape[3:]) // math.prod(model.config.patch)
-    clean, action = golden["in.latents"][:1], golden["in.action"][:1]
+    patch, clean, action = model.config.patch, golden["in.latents"][:1], golden["in.action"][:1]
+    frame = math.prod(clean.shape[3:]) // math.prod(patch)
     count = frame if name == "uncond_first_frame_only" else frame * clean.shape[2]
-    one = torch.full((1,), 500.0)
-    context, _ = model.context(golden["in.context"][:1], golden["in.context_mask"][:1], golden["in.proprio"][:1, 0])
-
-    def outputs(video: Tensor, watched: Tensor, action: Tensor) -> Tensor:
-        """One row for each query: tokens of the video, of the watched copy, actions."""
-        about = model.condition(None, context, None, clean.shape[2:])
-        known = model.remember_first(video[:, :, :1], about)
-        assert known.before is not None
-        rows = [rows_of(model.velocity(video, one, None, context, None), model.config.patch)[:count]]
-        seen = known.before
-        if name != "uncond_first_frame_only" and model.config.variant != "first-frame":
-            _, seen = model.watch(watched[:, :, 1:], one, known, predict=False)
-        if name == "idm_train":  # what a token of the copy saw is in its keys of the last block
-            rows.append(rearrange(seen[-1][0], "1 h s d -> s (h d)"))
-        about_actions = model.action_condition(context, about)
-        rows.append(model.denoise_actions(action, one, about_actions, seen)[0])
-        width = max(row.shape[1] for row in rows)
-        return torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
-
-    def column(token: int) -> Tensor:
-        """Outputs after the key token of this number has changed."""
-        if name == "idm_train" and token < 2 * count:
-            first = token % count < frame  # both copies have the same first frame
-            x = disturbed(clean, token % count, model.config.patch)
-            return outputs(x if first or token < count else clean, x if first or token >= count else clean, action)
-        if token < count:
-            x = disturbed(clean, token, model.config.patch)
-            return outputs(x, x, action)
-        steps = action.clone()
-        steps[:, token - (len(mask) - action.shape[1])] += 4.0
-        return outputs(clean, clean, steps)
-
-    base = outputs(clean, clean, action)
-    assert len(base) == len(mask)
-    change = torch.stack([(column(token) - base).abs().amax(dim=1) for token in range(len(mask))], dim=1)
+    copies = 2 if name == "idm_train" else 1
+    # One sample undisturbed, then one for each key. Both copies of the video have the same first frame.
+    video: list[int | None] = [None, *range(copies * count), *[None] * action.shape[1]]
+    noisy = [t if t is None or t < count else t - count if t - count < frame else None for t in video]
+    copied = [t if t is None or t < frame or copies == 1 else t - count if t >= count else None for t in video]
+    x, watched = disturbed(clean, noisy, patch), disturbed(clean, copied, patch)
+    actions = action.repeat(len(mask) + 1, 1, 1)
+    for step in range(action.shape[1]):
+        actions[1 + copies * count + step, step] += 4.0
+    rows = outputs(model, golden, x, watched, actions, name)
+    rows = [rows[0][:, :count], *rows[1:]]
+    change = torch.cat([(r - r[:1]).abs().amax(dim=2)[1:] for r in rows], dim=1).T
     expected = mask.clone()
-    if name == "idm_train":
-        for i in range(frame):  # a token of the first frame is one of both copies
-            expected[:, [i, count + i]] = (mask[:, i] | mask[:, count + i])[:, None]
+    for i in range(frame if copies == 2 else 0):
+        expected[:, [i, count + i]] = (mask[:, i] | mask[:, count + i])[:, None]
     assert torch.equal(change > 1e-4, expected)
     assert bool((change[~expected] < 1e-5).all())
 
 
-def rows_of(latents: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """One row for each token."""
-    return rearrange(latents, "1 c f (h p) (w q) -> (f h w) (c p q)", p=patch[1], q=patch[2])
+def outputs(model: Policy, t: Tensors, x: Tensor, watched: Tensor, action: Tensor, name: str) -> list[Tensor]:
+    """Rows [N, queries, numbers]: of video tokens, of those of the watched copy where there is one, of actions."""
+    n, time = len(x), torch.full((1,), 500.0)
+    text, proprio = t["in.context"][:1].repeat(n, 1, 1), t["in.proprio"][:1, 0].repeat(n, 1)
+    context, _ = model.context(text, torch.ones(text.shape[:2], dtype=torch.bool), proprio)
+    about = model.condition(None, context, None, x.shape[2:])
+    known = model.remember_first(x[:, :, :1], about)
+    assert known.before is not None
+    velocity = model.denoise(x, time, about)
+    _, p, q = model.config.patch
+    rows = [rearrange(velocity, "n c f (h p) (w q) -> n (f h w) (c p q)", p=p, q=q)]
+    seen = known.before
+    if model.config.variant != "first-frame":
+        _, seen = model.watch(watched[:, :, 1:], time, known, predict=False)
+    if name == "idm_train":  # what a token of the copy saw is in its keys of the last block
+        rows.append(rearrange(seen[-1][0], "n h s d -> n s (h d)"))
+    return [*rows, model.denoise_actions(action, time, model.action_condition(context, about), seen)]
 
 
 # -- LIBERO's numbers -----------------------------------------------------------------------------------------------
