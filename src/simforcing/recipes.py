@@ -6,7 +6,7 @@ from simforcing.data.episode import nearest
 from simforcing.data.windows import ClipRule
 from simforcing.errors import SimForcingError
 from simforcing.model.experts import ExpertConfig
-from simforcing.train.loop import TrainConfig
+from simforcing.train.config import TrainConfig
 from simforcing.train.objective import ObjectiveConfig
 from simforcing.train.recipe import TO_SUPPLY, WAN_CODEC, WAN_TEXT, Recipe
 
@@ -84,6 +84,7 @@ _WAN_RUN = TrainConfig(
     clip=1.0,
     checkpoint_seconds=1800.0,
     validate_seconds=1800.0,
+    rollout_every=1000,
 )
 _WAN_NOTES = (
     "The paper's sizes and values. Batch 16 a process; the paper trains on 8 GPUs, so on 128 clips a step.",

@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from simforcing.data.cache import open_cache, read_cache, write_cache
 from simforcing.data.stats import Normalizer
 from simforcing.errors import SimForcingError
 from simforcing.model.preparation import Preparation
-from simforcing.train.batches import LatentClips, from_cache
+from simforcing.train.batches import LatentClips, StoredLatents, from_cache
 
 NewClips = Callable[..., LatentClips]
 
@@ -23,6 +27,101 @@ def test_every_pass_holds_every_clip_once(new_clips: NewClips, size: int) -> Non
     passes = [drawn[i : i + 10] for i in range(0, 60 - 9, 10)]
     assert all(sorted(p) == list(range(10)) for p in passes)
     assert len({tuple(p) for p in passes}) > 1
+
+
+def bare(n: int) -> LatentClips:
+    """Clips of which only the number matters."""
+    empty = torch.zeros(n, 0)
+    return LatentClips(empty, empty, torch.zeros(n).long(), {}, torch.arange(n), torch.arange(n))
+
+
+@given(
+    n=st.integers(1, 40), size=st.integers(1, 9), world=st.integers(1, 5), seed=st.integers(0, 9),
+    step=st.integers(0, 30),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_processes_share_a_batch_without_overlap(n: int, size: int, world: int, seed: int, step: int) -> None:
+    clips = bare(n)
+    shares = [clips.rows(size, seed, step, rank, world) for rank in range(world)]
+    alone = clips.rows(size * world, seed, step)
+    assert all(len(share) == size for share in shares)
+    assert [shares[i % world][i // world] for i in range(size * world)] == alone
+    # Each of the places of this batch is a sample that can be found again by (seed, epoch, index) alone.
+    places = [divmod(place, n) for place in range(step * size * world, (step + 1) * size * world)]
+    assert alone == [clips.sample(seed, epoch, index) for epoch, index in places]
+
+
+@given(n=st.integers(1, 40), seed=st.integers(0, 99), epoch=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+    assert sorted(bare(n).sample(seed, epoch, i) for i in range(n)) == list(range(n))
+
+
+def test_order_of_samples_does_not_change_between_versions() -> None:
+    """What a run drew can be drawn again years later: these are numpy's, fixed by (seed, epoch)."""
+    assert [bare(10).sample(3, 2, i) for i in range(10)] == np.random.default_rng([3, 2]).permutation(10).tolist()
+
+
+def test_names_and_batches_are_those_of_the_process(new_clips: NewClips) -> None:
+    clips = new_clips(10)
+    rows = clips.rows(2, 5, 3, rank=1, world=2)
+    assert clips.names(2, 5, 3, 1, 2) == [f"episode {10 + r // 2} start {r % 2}" for r in rows]
+    assert torch.equal(clips.batch(2, 5, 3, 1, 2).action, clips.action[rows])
+
+
+def test_batches_read_ahead_are_the_same(new_clips: NewClips) -> None:
+    clips = new_clips(10)
+    ahead = clips.batches(3, 1, first=4, rank=1, world=2)
+    for step in range(4, 12):
+        assert torch.equal(next(ahead).latents, clips.batch(3, 1, step, 1, 2).latents)
+    ahead.close()  # type: ignore[attr-defined]
+
+
+def stored_clips(root: Path, n: int = 12) -> tuple[LatentClips, LatentClips, Path]:
+    """The same clips in memory and on disk, in three shards, and the folder."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {
+        "action": rng.normal(size=(n, 8, 7)).astype(np.float32),
+        "proprio": rng.normal(size=(n, 7)).astype(np.float32),
+        "episode": np.repeat(np.arange(n // 3, dtype=np.int32), 3),
+        "start": np.tile(np.arange(3, dtype=np.int32), n // 3),
+        "task": np.zeros(n, np.int32), "real": rng.normal(size=(n, 4, 3, 2, 2)).astype(np.float16),
+    }  # fmt: skip
+    third = n // 3
+    parts = [{k: v[i : i + third] for k, v in arrays.items()} for i in range(0, n, third)]
+    write_cache(root, {"tasks": ["lift"]}, parts)
+    stats = Normalizer(np.full(7, -4, np.float32), np.full(7, 4, np.float32))
+    prepared = Preparation(action_stats=stats, state_stats=stats, text="hashed-words")
+    memory, disk = (from_cache(a, ["lift"], prepared) for a in (read_cache(root, {}), open_cache(root, {})))
+    return memory, disk, root
+
+
+def test_selections_of_selections_on_disk_are_those_in_memory(tmp_path: Path) -> None:
+    memory, disk, _ = stored_clips(tmp_path / "c")
+    assert isinstance(disk.real, StoredLatents)
+    pick = torch.tensor([7, 1, 3, 10, 0])
+    for m, d in ((memory, disk), (memory.only([3, 1]), disk.only([3, 1])), (memory.select(pick), disk.select(pick))):
+        again = torch.tensor([2, 0, 1])
+        for a, b in ((m, d), (m.select(again), d.select(again))):
+            rows = torch.arange(len(a)).flip(0)
+            assert torch.equal(a.take(rows).latents, b.take(rows).latents)
+            assert torch.equal(a.take(rows).action, b.take(rows).action)
+
+
+def test_damage_is_raised_by_the_batch_that_holds_it_and_names_the_shard(tmp_path: Path) -> None:
+    memory, disk, root = stored_clips(tmp_path / "c")
+    path = root / "shard-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    assert isinstance(memory.real, torch.Tensor)
+    bad = 6
+    content[content.find(memory.real[bad].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    first = next(step for step in range(6) if bad in disk.rows(2, 0, step))
+    ahead = disk.batches(2, 0)
+    for step in range(first):
+        assert torch.equal(next(ahead).latents, memory.batch(2, 0, step).latents)
+    with pytest.raises(SimForcingError, match=r"shard-00001\.safetensors: shard is damaged \(row 2 of real"):
+        next(ahead)
 
 
 def test_rows_follow_from_seed_and_step_alone(new_clips: NewClips) -> None:

@@ -1,47 +1,63 @@
 """A run directory: whose it is, and checkpoints that are whole or not there."""
 
+import json
+import os
+import pickle
+import random
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from simforcing.errors import SimForcingError
-from simforcing.model.world_model import WorldModel, load_world_model
+from simforcing.model.world_model import WorldModel
 from simforcing.train.checkpoint import (
     KEEP,
     Progress,
+    State,
     checkpoints,
     claim_run,
     cut_log,
+    load_weights,
+    random_state,
+    restore_random,
     resume,
     save_checkpoint,
 )
-from simforcing.train.loop import TrainConfig, make_optimizer
+from simforcing.train.config import TrainConfig
+from simforcing.train.optim import Average, make_optimizer
 
 CONFIG = TrainConfig(steps=1)
 
 
 @pytest.fixture
-def state(new_model: Callable[..., WorldModel]) -> tuple[WorldModel, torch.optim.AdamW]:
+def state(new_model: Callable[..., WorldModel]) -> State:
     """A model and an optimiser that has stepped once."""
-    return stepped(new_model())
+    found = fresh(new_model())
+    for p in found.model.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, 0.1)
+    found.optimizer.step()
+    return found
 
 
-def stepped(model: WorldModel, times: int = 1) -> tuple[WorldModel, torch.optim.AdamW]:
-    optimizer = make_optimizer(model, CONFIG)
-    for _ in range(times):
-        for p in model.parameters():
-            if p.requires_grad:
-                p.grad = torch.full_like(p, 0.1)
-        optimizer.step()
-    return model, optimizer
+def fresh(model: WorldModel) -> State:
+    return State(model, make_optimizer(model, CONFIG))
+
+
+def at(state: State, step: int, seconds: float = 0.0, **more: Any) -> State:
+    state.progress = Progress(step, seconds, **more)
+    return state
 
 
 def same(a: Any, b: Any) -> bool:
@@ -87,6 +103,11 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_settings_that_change_no_result_may_change(tmp_path: Path) -> None:
+    claim_run(tmp_path / "run", {"training": {"lr": 0.1, "log_every": 20, "keep": 2}})
+    claim_run(tmp_path / "run", {"training": {"lr": 0.1, "log_every": 5, "keep": 9}})
+
+
 def test_a_damaged_description_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"role":')
     with pytest.raises(SimForcingError, match=r"run\.json is damaged"):
@@ -110,7 +131,7 @@ def test_a_start_that_was_killed_while_it_claimed_its_directory_can_be_repeated(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from simforcing.train.checkpoint import claim_run
+from simforcing.train.directory import claim_run
 claim_run(Path(sys.argv[1]), {"role": "student"})
 print("held", flush=True)
 time.sleep(120)
@@ -151,108 +172,145 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
 
 # -- saving and resuming --------------------------------------------------------------------------------------------
 
+FILES = [".metadata", "__0_0.distcp", "random-0.json", "trainer.json", "files.json"]
 
-def test_resume_restores_weights_optimiser_and_progress(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], new_model: Callable[..., WorldModel]
+
+def test_resume_restores_weights_optimiser_average_and_progress(
+    tmp_path: Path, state: State, new_model: Callable[..., WorldModel]
 ) -> None:
-    model, optimizer = state
-    saved = save_checkpoint(tmp_path, model, optimizer, Progress(7, 1.25))
+    state.average = {k: v + 1 for k, v in Average(state.model, 0.9).values.items()}  # type: ignore[arg-type]
+    progress = Progress(7, 1.25, 2, 1, best=0.5, best_step=3)
+    saved = save_checkpoint(tmp_path, at(state, 7, 1.25, skipped=2, skipped_in_row=1, best=0.5, best_step=3))
     assert saved == tmp_path / "checkpoints" / "step-00000007"
-    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors", "trainer.pt"]
+    assert sorted(p.name for p in saved.iterdir()) == sorted(FILES)
     other = new_model(seed=9)
-    fresh = make_optimizer(other, CONFIG)
-    assert not same(model.state_dict(), other.state_dict())
-    assert resume(tmp_path, other, fresh) == Progress(7, 1.25)
-    assert same(model.state_dict(), other.state_dict())
-    assert same(optimizer.state_dict(), fresh.state_dict())
-    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
-    assert same(load_world_model(saved).state_dict(), model.state_dict())
+    found = fresh(other)
+    found.average = Average(other, 0.9).values
+    unused = {name for name, _ in other.unused_parameters()}
+    assert not same(state.tensors(), found.tensors())
+    assert resume(tmp_path, found) == found.progress == progress
+    assert same(state.tensors(), found.tensors())
+    assert same(state.optimizer.state_dict(), found.optimizer.state_dict())
+    ours, theirs = state.model.state_dict(), other.state_dict()
+    assert all(torch.equal(v, theirs[k]) == (k not in unused) for k, v in ours.items() if v.std() > 0)
+    assert float(found.tensors()["optimizer.step"]) == 1
 
 
-def test_a_new_run_starts_at_zero(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
-    before = {k: v.clone() for k, v in state[0].state_dict().items()}
-    assert resume(tmp_path, *state) == Progress(0, 0.0)
-    assert same(state[0].state_dict(), before)
+def test_only_weights_or_their_average_can_be_loaded(
+    tmp_path: Path, state: State, new_model: Callable[..., WorldModel]
+) -> None:
+    average = Average(state.model, 0.9)
+    average.values["proprio.weight"].fill_(0.25)
+    state.average = average.values
+    saved, other = save_checkpoint(tmp_path, at(state, 1)), fresh(new_model(seed=9)).model
+    load_weights(saved, other)
+    assert torch.equal(other.proprio.weight, state.model.proprio.weight)  # type: ignore[arg-type]
+    load_weights(saved, other, averaged=True)
+    assert other.proprio.weight.eq(0.25).all()  # type: ignore[operator]
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
-    for step in (8, 9, 10, 100_000_000):
-        save_checkpoint(tmp_path, *state, Progress(step))
+def test_generators_go_on_where_they_were(tmp_path: Path, state: State) -> None:
+    def draws() -> list[float]:
+        legacy = np.random.random()  # noqa: NPY002
+        return [random.random(), random.gauss(0, 1), float(legacy), float(torch.rand(()))]
+
+    random.gauss(0, 1)  # the other one of a pair is kept in the state
+    kept = json.loads(json.dumps(random_state()))
+    first = draws()
+    assert draws() != first
+    restore_random(kept)
+    assert draws() == first
+
+
+def test_a_new_run_starts_at_zero(tmp_path: Path, state: State) -> None:
+    before = {k: v.clone() for k, v in state.tensors().items()}
+    assert resume(tmp_path, state) == Progress(0, 0.0)
+    assert same(state.tensors(), before)
+
+
+def test_only_the_last_checkpoints_and_the_best_are_kept(tmp_path: Path, state: State) -> None:
+    for step in (7, 8, 9, 10, 100_000_000):
+        save_checkpoint(tmp_path, at(state, step, best=1.0, best_step=7))
     assert KEEP == 2
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000010", "step-100000000"]
-    assert names(tmp_path) == ["step-00000010", "step-100000000"]
+    assert names(tmp_path) == ["step-00000007", "step-00000010", "step-100000000"]
+    assert [p.name for p in checkpoints(tmp_path)] == names(tmp_path)
+    save_checkpoint(tmp_path, at(state, 100_000_001, best=0.5, best_step=100_000_001), keep=1)
+    assert names(tmp_path) == ["step-100000001"]
 
 
-def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
-    saved = save_checkpoint(tmp_path, *state, Progress(3))
-    before = (saved / "trainer.pt").stat()
-    assert save_checkpoint(tmp_path, *state, Progress(3)) == saved
-    assert (saved / "trainer.pt").stat() == before
+def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path, state: State) -> None:
+    saved = save_checkpoint(tmp_path, at(state, 3))
+    before = (saved / "trainer.json").stat()
+    assert save_checkpoint(tmp_path, at(state, 3)) == saved
+    assert (saved / "trainer.json").stat() == before
 
 
-def test_resume_removes_what_a_killed_run_left(tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]) -> None:
-    save_checkpoint(tmp_path, *state, Progress(3))
+def test_resume_removes_what_a_killed_run_left(tmp_path: Path, state: State) -> None:
+    save_checkpoint(tmp_path, at(state, 3))
     for leftover in ("step-00000004.partial-17", "step-00000004.partial-17.partial-17"):
         (tmp_path / "checkpoints" / leftover).mkdir()
-        (tmp_path / "checkpoints" / leftover / "model.safetensors").write_bytes(b"half")
+        (tmp_path / "checkpoints" / leftover / "__0_0.distcp").write_bytes(b"half")
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
-    assert resume(tmp_path, *state).step == 3
+    assert resume(tmp_path, state).step == 3
     assert names(tmp_path) == ["step-00000003"]
 
 
-@pytest.mark.parametrize("name", ["trainer.pt", "model.safetensors", "config.json"])
-@pytest.mark.parametrize("damage", ["short", "garbage", "empty", "gone"])
-def test_a_damaged_newest_checkpoint_is_an_error_that_says_what_to_do(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], name: str, damage: str
-) -> None:
-    save_checkpoint(tmp_path, *state, Progress(3))
-    newest = save_checkpoint(tmp_path, *state, Progress(4))
-    whole = (newest / name).read_bytes()
-    if damage == "gone":
-        (newest / name).unlink()
-    else:
-        content = {"short": whole[: len(whole) // 2], "garbage": b"\x00gar\xffbage" * 9, "empty": b""}
-        (newest / name).write_bytes(content[damage])
-    with pytest.raises(SimForcingError, match=r"step-00000004.*remove it to resume from the one before") as error:
-        resume(tmp_path, *state)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 600
+def test_a_damaged_newest_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Path, state: State) -> None:
+    save_checkpoint(tmp_path, at(state, 3))
+    newest = save_checkpoint(tmp_path, at(state, 4))
+    whole = {name: (newest / name).read_bytes() for name in FILES}
+    for name, content in whole.items():
+        flipped = bytearray(content)
+        flipped[len(content) // 3] ^= 4
+        for damage in (content[: len(content) // 2], b"\x00gar\xffbage" * 9, b"", bytes(flipped), None):
+            if damage is None:
+                (newest / name).unlink()
+            else:
+                (newest / name).write_bytes(damage)
+            with pytest.raises(
+                SimForcingError, match=r"step-00000004.*remove it to resume from the one before"
+            ) as error:
+                resume(tmp_path, state)
+            assert "\n" not in str(error.value)
+            assert len(str(error.value)) < 600
+            (newest / name).write_bytes(content)
+    assert resume(tmp_path, state).step == 4
+    shutil.rmtree(newest)
+    assert resume(tmp_path, state).step == 3
 
 
-def test_after_removing_it_the_one_before_is_resumed(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]
-) -> None:
-    save_checkpoint(tmp_path, *state, Progress(3))
-    newest = save_checkpoint(tmp_path, *state, Progress(4))
-    for path in newest.iterdir():
-        path.unlink()
-    newest.rmdir()
-    assert resume(tmp_path, *state).step == 3
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
+def test_an_index_that_runs_code_is_refused(tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    newest = save_checkpoint(tmp_path, at(state, 4))
+    (newest / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(SimForcingError, match="remove it"):
+        load_weights(newest, state.model)
+    assert not (tmp_path / "harmed").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], new_model: Callable[..., WorldModel]
+    tmp_path: Path, state: State, new_model: Callable[..., WorldModel]
 ) -> None:
-    save_checkpoint(tmp_path, *state, Progress(3))
-    other = new_model(sim_condition=False)
-    with pytest.raises(SimForcingError, match=r"unexpected: sim\.blocks"):
-        resume(tmp_path, other, make_optimizer(other, CONFIG))
+    save_checkpoint(tmp_path, at(state, 3))
+    with pytest.raises(SimForcingError, match=r"does not fit the model; unexpected: model\.sim\.blocks"):
+        resume(tmp_path, fresh(new_model(sim_condition=False)))
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_intact(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path, *state, Progress(3, 1.0))
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, state: State) -> None:
+    claim_run(tmp_path / "a", {"split": {"val": [1]}, "training": {"log_every": 1}})
+    claim_run(tmp_path / "b", {"split": {"val": [2]}, "training": {"log_every": 2}})
+    save_checkpoint(tmp_path / "a", at(state, 3))
+    shutil.copytree(tmp_path / "a" / "checkpoints", tmp_path / "b" / "checkpoints")
+    with pytest.raises(SimForcingError, match=r"belongs to another run \(split\.val: \[1\] there, \[2\] here\)"):
+        resume(tmp_path / "b", state)
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
-        with pytest.raises(SimForcingError, match=r"step-00000004.*No space left.*earlier checkpoints are intact"):
-            save_checkpoint(tmp_path, *state, Progress(4))
-    assert names(tmp_path) == ["step-00000003"]
-    assert resume(tmp_path, *state) == Progress(3, 1.0)
+# -- writes that fail -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -266,35 +324,57 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit", [500, 20_000, 200_000])
-def test_a_real_failed_write_leaves_the_earlier_checkpoint_intact(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], limit: int
-) -> None:
-    """The limits stop the configuration, the weights, and the optimiser's state."""
-    first = save_checkpoint(tmp_path, *state, Progress(3))
-    sizes = {p.name: p.stat().st_size for p in first.iterdir()}
-    assert 500 < sizes["config.json"] < 20_000 < sizes["model.safetensors"] < 200_000 < sizes["trainer.pt"]
-    with files_of_at_most(limit), pytest.raises(SimForcingError, match="earlier checkpoints are intact"):
-        save_checkpoint(tmp_path, *state, Progress(4))
+@pytest.mark.parametrize("limit", [50, 5_000, 300_000])
+def test_a_failed_write_leaves_the_earlier_checkpoint_intact(tmp_path: Path, state: State, limit: int) -> None:
+    """The limits stop the index or the tensors."""
+    save_checkpoint(tmp_path, at(state, 3, 1.0))
+    with (
+        files_of_at_most(limit),
+        pytest.raises(SimForcingError, match=r"step-00000004.*earlier checkpoints are intact"),
+    ):
+        save_checkpoint(tmp_path, at(state, 4))
     assert names(tmp_path) == ["step-00000003"]
-    assert resume(tmp_path, *state).step == 3
+    assert resume(tmp_path, state) == Progress(3, 1.0)
 
 
-def test_a_file_where_checkpoints_belong_is_an_error(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW]
-) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, at(state, 3))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(SimForcingError, match=r"step-00000004.*No space left.*earlier checkpoints are intact"):
+            save_checkpoint(tmp_path, at(state, 4))
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="other permissions there")
+def test_a_read_only_directory_is_an_error(state: State) -> None:
+    """As a user whom permissions hold back, also where the tests run as root."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, nobody = Path(folder), 65534
+        save_checkpoint(out, at(state, 3))
+        for path in (out, out / "checkpoints"):
+            path.chmod(0o555)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(nobody)
+        try:
+            with pytest.raises(
+                SimForcingError, match=r"cannot write checkpoint .*Permission denied; earlier checkpoints"
+            ):
+                save_checkpoint(out, at(state, 4))
+        finally:
+            if user == 0:
+                os.seteuid(0)
+            for path in (out, out / "checkpoints"):
+                path.chmod(0o755)
+        assert names(out) == ["step-00000003"]
+
+
+def test_a_file_where_checkpoints_belong_is_an_error(tmp_path: Path, state: State) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(SimForcingError, match="cannot write checkpoint"):
-        save_checkpoint(tmp_path, *state, Progress(4))
-
-
-@pytest.mark.parametrize("content", [{"optimizer": None}, {"seconds": 1.0}, []])
-def test_a_checkpoint_without_its_progress_is_damaged(
-    tmp_path: Path, state: tuple[WorldModel, torch.optim.AdamW], content: Any
-) -> None:
-    newest = save_checkpoint(tmp_path, *state, Progress(3))
-    if isinstance(content, dict) and "seconds" in content:
-        content = {"optimizer": state[1].state_dict()} | content
-    torch.save(content, newest / "trainer.pt")
-    with pytest.raises(SimForcingError, match=r"step-00000003 is damaged: trainer\.pt: .*; remove it to resume"):
-        resume(tmp_path, *state)
+        save_checkpoint(tmp_path, at(state, 4))

@@ -2,33 +2,46 @@
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import simforcing
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel
 from simforcing.train import loop
-from simforcing.train.checkpoint import Progress, checkpoints
-from simforcing.train.loop import MAX_BAD_STEPS, Run, TrainConfig, make_optimizer, step_generator, train
-from simforcing.train.objective import Batch
-from simforcing.train.roles import single_loss
+from simforcing.train.batches import LatentClips
+from simforcing.train.checkpoint import Progress, State, checkpoints, resume
+from simforcing.train.config import TrainConfig
+from simforcing.train.loop import Run, Stopped, clip_generator, places_of, train
+from simforcing.train.objective import Batch, Draws
+from simforcing.train.optim import make_optimizer
+from simforcing.train.parallel import Team
+from simforcing.train.roles import flow_loss
 
+MEASURED = {f"seconds_{part}" for part in ("data", "forward", "backward", "optimizer")} | {
+    "steps_per_second", "memory_gib"
+}  # fmt: skip
 EACH = {"checkpoint_seconds": 0.0}  # a checkpoint after every step
 HELPERS = Path(__file__).with_name("conftest.py")
 NewRun = Callable[..., Run]
+
+
+def made_up_clock() -> SimpleNamespace:
+    """Advances by a second when it is asked, as a step does when it begins and when it ends."""
+    return SimpleNamespace(perf_counter=iter(range(1000)).__next__)
 
 
 class Killed(Exception):
@@ -48,19 +61,24 @@ def stop_at(step: int) -> Callable[[float, dict[str, Any]], None]:
 def assert_same_checkpoint(a: Path, b: Path) -> None:
     """Weights and optimiser state, to the bit."""
     assert a.name == b.name
-    x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    x, y = tensors_of(a), tensors_of(b)
     assert x.keys() == y.keys()
     assert all(torch.equal(x[k], y[k]) for k in x)
-    s, t = optimizer_of(a), optimizer_of(b)
-    assert s["param_groups"] == t["param_groups"]
-    assert s["state"].keys() == t["state"].keys()
-    for key, state in s["state"].items():
-        assert all(torch.equal(state[k], t["state"][key][k]) for k in state)
 
 
-def optimizer_of(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(checkpoint / "trainer.pt", weights_only=True)["optimizer"]
-    return state
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """What a checkpoint holds, read without the code under test."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    file = checkpoint.parents[1] / f"{checkpoint.name}.pt"
+    dcp_to_torch_save(str(checkpoint), str(file))
+    found: dict[str, Tensor] = torch.load(file, weights_only=True)
+    file.unlink()
+    return found
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["total"]) for row in rows(out) if "total" in row]
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -89,7 +107,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- stopping and resuming ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [(1,), (5,), (12,), (3, 4, 9)])
+@pytest.mark.parametrize("kills", [(1,), (3, 4)])
 def test_a_resumed_run_equals_the_uninterrupted_one(
     new_run: NewRun, tmp_path: Path, uninterrupted: Path, kills: tuple[int, ...]
 ) -> None:
@@ -98,7 +116,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
             train(new_run(tmp_path / "run", config=EACH, report=stop_at(step)))
         found = checkpoints(tmp_path / "run")
         assert (found[-1].name if found else "none") == (f"step-{step - 1:08d}" if step > 1 else "none")
-    assert train(new_run(tmp_path / "run", config=EACH)).step == 12
+    assert train(new_run(tmp_path / "run")).step == 12
     assert_same_checkpoint(checkpoints(tmp_path / "run")[-1], uninterrupted)
 
 
@@ -106,15 +124,18 @@ def test_every_term_is_logged(uninterrupted: Path) -> None:
     log = rows(uninterrupted.parents[1])
     assert [row["step"] for row in log] == list(range(1, 13))
     terms = {"flow_real", "flow_syn", "motion_real", "motion_syn", "total"}
-    assert log[0].keys() == terms | {"step", "seconds", "grad_norm", "lr"}
+    assert log[0].keys() == terms | {"step", "seconds", "grad_norm", "lr"} | MEASURED
     assert all(math.isfinite(v) for row in log for v in row.values())
+    parts = sum(log[0][f"seconds_{k}"] for k in ("data", "forward", "backward", "optimizer"))
+    assert 0 < parts < 1.1 / log[0]["steps_per_second"]
+    assert 0.05 < log[0]["memory_gib"] < 50
 
 
 def test_checkpoints_apart_in_time_resume_from_the_last_one(
     new_run: NewRun, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step takes one second of a made-up clock; checkpoints more than three seconds apart."""
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=iter(range(1000)).__next__))
+    monkeypatch.setattr(loop, "time", made_up_clock())
     with pytest.raises(Killed):
         train(new_run(tmp_path / "run", config={"checkpoint_seconds": 3.0}, report=stop_at(11)))
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-00000004", "step-00000008"]
@@ -130,8 +151,8 @@ def test_a_finished_run_is_not_trained_further(new_run: NewRun, tmp_path: Path) 
     run = new_run(tmp_path / "run", model=model)
     assert train(run).step == 12
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
-    saved = load_file(checkpoints(tmp_path / "run")[-1] / "model.safetensors")
-    assert all(torch.equal(v, saved[k]) for k, v in model.state_dict().items())
+    saved = tensors_of(checkpoints(tmp_path / "run")[-1])
+    assert all(torch.equal(p, saved[f"model.{k}"]) for k, p in model.named_parameters() if p.requires_grad)
 
 
 SCRIPT = """
@@ -154,30 +175,128 @@ train(helpers.student_run(Path(sys.argv[2]), config=config, report=report))
 """
 
 
-@pytest.mark.timeout(600)
-def test_a_killed_process_resumes_to_the_same_end(new_run: NewRun, tmp_path: Path) -> None:
-    """The system ends it, between any two instructions, while it writes a checkpoint after every step.
-
-    An alarm that nothing handles ends a process as `kill -9` does; unlike that, it cannot come too late.
-    """
-    steps, out = 100, tmp_path / "killed"
+def killed(out: Path, steps: int, delay: float) -> None:
+    """Starts a run that saves after every step; the system ends it `delay` seconds after its third."""
     environment = os.environ | {"PYTHONPATH": str(Path(simforcing.__file__).parents[1])}
-    delay = 0.001 + 0.3 * random.SystemRandom().random()
     command = [sys.executable, "-c", SCRIPT, str(HELPERS), str(out), str(steps), str(delay)]
     ended = subprocess.run(command, env=environment, timeout=540, check=False)
     assert ended.returncode == -signal.SIGALRM
-    assert 2 <= int(checkpoints(out)[-1].name.removeprefix("step-")) < steps, delay
-    assert train(new_run(out, config={"steps": steps})).step == steps
-    train(new_run(tmp_path / "whole", config={"steps": steps}))
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_process_resumes_to_the_same_end(new_run: NewRun, tmp_path: Path) -> None:
+    """Ended between any two instructions, while it writes a checkpoint after every step.
+
+    An alarm that nothing handles ends a process as `kill -9` does; unlike that, it cannot come too late.
+    """
+    steps, out, delay = 24, tmp_path / "killed", 0.001 + 0.5 * random.SystemRandom().random()
+    killed(out, steps, delay)
+    found = int(checkpoints(out)[-1].name.removeprefix("step-"))
+    logged = max(row["step"] for row in rows(out))
+    assert 2 <= found < steps, delay
+    assert found >= logged - 1, "more than the interval was lost"
+    config = {"steps": steps, "checkpoint_seconds": 1e9}
+    assert train(new_run(out, config=config)).step == steps
+    train(new_run(tmp_path / "whole", config=config))
     assert_same_checkpoint(checkpoints(out)[-1], checkpoints(tmp_path / "whole")[-1])
+    assert losses(out) == losses(tmp_path / "whole")
     assert not [p.name for p in out.rglob("*") if "partial" in p.name]
 
 
-def test_a_step_can_be_drawn_again_alone() -> None:
-    a, b, other, seed = (torch.rand(4, generator=step_generator(*x)) for x in ((7, 3), (7, 3), (7, 4), (8, 3)))
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_kills_at_25_moments_lose_no_more_than_the_interval(new_run: NewRun, tmp_path: Path) -> None:
+    draws, steps = random.Random(0), 1000
+    for i in range(25):
+        out = tmp_path / f"run-{i}"
+        killed(out, steps, 0.001 + 1.5 * draws.random())
+        logged = max(row["step"] for row in rows(out))
+        run = new_run(out, config={"steps": steps})
+        state = State(run.model, make_optimizer(run.model, run.config))
+        assert logged - 1 <= resume(out, state).step <= logged
+        assert all(torch.isfinite(t).all() for t in state.tensors().values())
+        assert not [p.name for p in out.rglob("*") if "partial" in p.name]
+
+
+def test_forty_steps_are_seventeen_and_the_rest(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is gone when step 18 is logged, one step after a checkpoint; another one goes on."""
+    monkeypatch.setattr(loop, "time", made_up_clock())
+    config = {"steps": 40, "ema": 0.9}
+
+    def vanish(passed: float, row: dict[str, Any]) -> None:
+        if row["step"] == 18:
+            os._exit(9)
+
+    (child := multiprocessing.get_context("fork").Process(target=_train_quietly, args=(
+        new_run(tmp_path / "run", config=config | {"checkpoint_seconds": 16.5}, report=vanish),
+    ))).start()  # fmt: skip
+    child.join(240)
+    assert child.exitcode == 9
+    assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-00000017"]
+    assert train(new_run(tmp_path / "run", config=config)).step == 40
+    train(new_run(tmp_path / "whole", config=config))
+    assert_same_checkpoint(checkpoints(tmp_path / "run")[-1], checkpoints(tmp_path / "whole")[-1])
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 41))
+
+
+def _train_quietly(run: Run) -> None:
+    torch.set_num_threads(1)
+    train(run)
+
+
+def test_sigterm_saves_and_stops(new_run: NewRun, tmp_path: Path, uninterrupted: Path) -> None:
+    def ask(passed: float, row: dict[str, Any]) -> None:
+        if row["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        train(new_run(tmp_path / "run", report=ask))
+    assert stopped.value.code == 143
+    assert stopped.value.step in (5, 6)  # the signal came while step 5 was logged
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [p.name for p in checkpoints(tmp_path / "run")] == [f"step-{stopped.value.step:08d}"]
+    train(new_run(tmp_path / "run"))
+    assert_same_checkpoint(checkpoints(tmp_path / "run")[-1], uninterrupted)
+
+
+def test_a_clip_can_be_drawn_again_alone(new_clips: Callable[..., LatentClips], new_run: NewRun) -> None:
+    a, b, other, seed = (torch.rand(4, generator=clip_generator(*x)) for x in ((7, 3), (7, 3), (7, 4), (8, 3)))
     assert torch.equal(a, b)
     assert not torch.equal(a, other)
     assert not torch.equal(a, seed)
+    clips, objective, config = new_clips(), flow_loss(), TrainConfig(steps=1, batch_size=4)
+    assert config.clips(2) == 8
+    model = new_run(Path("unused"), claim=False).model
+
+    def draw(size: int, places: range) -> Draws:
+        rows = clips.take(torch.arange(size))
+        return objective.draw(model, rows, [clip_generator(7, place) for place in places])
+
+    whole, second = draw(4, range(4)), draw(1, range(1, 2))
+    for name in ("noise", "timestep", "gate", "keep", "spread", "corruption"):
+        assert torch.equal(getattr(whole, name)[1:2], getattr(second, name)), name
+    assert len(whole.timestep.unique()) == 4
+
+
+def test_processes_and_passes_share_the_clips_of_a_step() -> None:
+    config = TrainConfig(steps=1, batch_size=2, accumulate=3)
+    teams = [Team(rank, 2, "ddp") for rank in range(2)]
+    step = 5
+    places = [p for team in teams for turn in range(3) for p in places_of(config, step * 3 + turn, team)]
+    assert sorted(places) == list(range(step * 12, (step + 1) * 12))
+    assert config.clips(2) == 12
+
+
+def test_passes_add_up_to_the_step_that_takes_all_clips_at_once(new_run: NewRun, tmp_path: Path) -> None:
+    train(new_run(tmp_path / "one", config={"steps": 6, "batch_size": 4}))
+    train(new_run(tmp_path / "two", config={"steps": 6, "batch_size": 2, "accumulate": 2}))
+    one, two = (losses(tmp_path / name) for name in ("one", "two"))
+    assert [a for a, _ in one] == [b for b, _ in two]
+    assert [a for _, a in one] == pytest.approx([b for _, b in two], abs=2e-6)
 
 
 def test_validation_changes_nothing_and_is_logged(new_run: NewRun, tmp_path: Path, uninterrupted: Path) -> None:
@@ -188,47 +307,122 @@ def test_validation_changes_nothing_and_is_logged(new_run: NewRun, tmp_path: Pat
         torch.rand(3)
         return {"flow": 0.5}
 
-    run = new_run(tmp_path / "run", config={"validate_seconds": 0.0}, validate=validate)
-    loss = run.loss
-
-    def watched(model: WorldModel, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-        modes.append(("step", model.training))
-        return loss(model, batch, generator)
-
-    run.loss = watched
-    train(run)
+    run = new_run(tmp_path / "run", config={"validate_seconds": 0.0, "keep": 100}, validate=validate)
+    run.loss = Watched(run.loss, lambda model, terms: modes.append(("step", model.training)) or terms)
+    assert train(run).best_step == 1
     assert modes == [("step", True), ("validate", False)] * 12 + [("validate", False)]
     log = rows(tmp_path / "run")
     assert [row["step"] for row in log if row.get("val_flow") == 0.5] == [*range(1, 13), 12]
     assert_same_checkpoint(checkpoints(tmp_path / "run")[-1], uninterrupted)
+    assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-00000001", "step-00000012"]
+
+
+def test_the_best_by_validation_is_kept(new_run: NewRun, tmp_path: Path) -> None:
+    found = iter([3.0, 2.0, 1.0, 2.5, 1.5, 1.2, 5.0])
+    run = new_run(
+        tmp_path / "run",
+        config={"steps": 6, "validate_seconds": 0.0, **EACH},
+        validate=lambda model: {"flow": next(found)},
+    )
+    done = train(run)
+    assert (done.best, done.best_step) == (1.0, 3)
+    kept = ["step-00000003", "step-00000005", "step-00000006"]
+    assert [p.name for p in checkpoints(tmp_path / "run")] == kept
+    assert train(new_run(tmp_path / "run", config={"steps": 6})).best_step == 3
+
+
+def test_rollouts_are_watched_every_so_many_steps(new_run: NewRun, tmp_path: Path) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def rollout(step: int, model: WorldModel) -> dict[str, float]:
+        seen.append((step, model.training))
+        return {"rollout_psnr": 20.0}
+
+    train(new_run(tmp_path / "run", config={"rollout_every": 5}, rollout=rollout))
+    assert seen == [(5, False), (10, False)]
+    assert [row["step"] for row in rows(tmp_path / "run") if row.get("rollout_psnr") == 20.0] == [5, 10]
+
+
+def test_the_average_follows_the_weights_and_becomes_the_result(new_run: NewRun, tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def validate(model: WorldModel) -> dict[str, float]:
+        seen.append(model.video.proj_out.weight.detach().clone())
+        return {}
+
+    plain: list[Tensor] = []
+
+    def after(model: WorldModel, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        plain.append(model.video.proj_out.weight.detach().clone())
+        return terms
+
+    run = new_run(tmp_path / "run", config={"steps": 4, "ema": 0.75, "validate_seconds": 0.0}, validate=validate)
+    run.loss = Watched(run.loss, after)
+    train(run)
+    saved = tensors_of(checkpoints(tmp_path / "run")[-1])
+    weights = [*plain[1:], saved["model.video.proj_out.weight"]]
+    average = plain[0]
+    for i, weight in enumerate(weights):
+        average = 0.75 * average + 0.25 * weight
+        torch.testing.assert_close(seen[i], average)
+    assert torch.equal(saved["average.video.proj_out.weight"], run.model.video.proj_out.weight.detach())
+    assert not torch.equal(saved["model.video.proj_out.weight"], run.model.video.proj_out.weight.detach())
 
 
 # -- steps that cannot be taken -------------------------------------------------------------------------------------
 
 
-def failing(loss: loop.Loss, at: set[int]) -> loop.Loss:
-    """The loss, not a number at these calls."""
+class Watched:
+    """A loss whose terms are looked at, or changed."""
+
+    def __init__(self, loss: loop.Loss, look: Callable[[WorldModel, dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        self.loss, self.look, self.teacher = loss, look, loss.teacher
+
+    def draw(self, model: WorldModel, batch: Batch, generators: Sequence[torch.Generator]) -> Draws:
+        return self.loss.draw(model, batch, generators)
+
+    def __call__(self, model: WorldModel, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+        return self.look(model, self.loss(model, batch, draws))
+
+
+def failing(loss: loop.Loss, at: set[int], factor: float = math.nan) -> Watched:
+    """The loss, not a number (or infinite) at these calls."""
     count = iter(range(1000))
 
-    def bad(model: WorldModel, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-        terms = loss(model, batch, generator)
-        return terms | {"total": terms["total"] * math.nan} if next(count) in at else terms
+    def look(model: WorldModel, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        return terms | {"total": terms["total"] * factor} if next(count) in at else terms
 
-    return bad
+    return Watched(loss, look)
 
 
-def test_a_step_without_a_finite_gradient_changes_nothing_and_is_logged(new_run: NewRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_without_a_finite_loss_changes_nothing_and_is_logged(
+    new_run: NewRun, tmp_path: Path, factor: float
+) -> None:
     run = new_run(tmp_path / "run", config={"steps": 4, "log_every": 100})
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
-    run.loss = failing(run.loss, {0, 1, 2, 3})
-    assert train(run).step == 4
+    run.loss = failing(run.loss, {0, 1, 2, 3}, factor)
+    assert train(run) == Progress(4, ANY, skipped=4, skipped_in_row=4)
     assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
-    assert not optimizer_of(checkpoints(tmp_path / "run")[-1])["state"]
+    log = rows(tmp_path / "run")
+    assert [(row["step"], row["skipped_step"], row["skipped"], row["total"]) for row in log] == [
+        (i, i, i, None) for i in (1, 2, 3, 4)
+    ]
+    assert [row["skipped_clips"] for row in log] == [run.clips.names(3, run.config.seed, i) for i in range(4)]
+    saved = tensors_of(checkpoints(tmp_path / "run")[-1])
+    assert all(not v.any() for k, v in saved.items() if k.startswith("optimizer."))
+
+
+def test_a_skipped_step_is_as_if_it_had_not_been(new_run: NewRun, tmp_path: Path) -> None:
+    """Its successor finds weights and moments as they were; only the schedule has moved on."""
+    run = new_run(tmp_path / "run", config={"steps": 3})
+    run.loss = failing(run.loss, {1})
+    train(run)
+    assert float(tensors_of(checkpoints(tmp_path / "run")[-1])["optimizer.step"]) == 2
 
 
 def test_training_goes_on_after_fewer_than_ten_bad_steps(new_run: NewRun, tmp_path: Path) -> None:
-    assert MAX_BAD_STEPS == 10
+    assert TrainConfig(steps=1).max_skipped == 10
     run = new_run(tmp_path / "run", config={"steps": 24})
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
     run.loss = failing(run.loss, set(range(9)) | set(range(10, 19)))
@@ -237,15 +431,15 @@ def test_training_goes_on_after_fewer_than_ten_bad_steps(new_run: NewRun, tmp_pa
     assert not torch.equal(run.model.video.proj_out.weight, before["video.proj_out.weight"])
 
 
-def test_ten_bad_steps_in_a_row_are_an_error_that_names_the_clips(new_run: NewRun, tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run", config={"steps": 30, **EACH})
+def test_too_many_bad_steps_in_a_row_are_an_error_that_names_the_clips(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", config={"steps": 30, "max_skipped": 4, **EACH})
     run.loss = failing(run.loss, set(range(2, 30)))
-    names = run.clips.names(3, run.config.seed, 11)
+    names = run.clips.names(3, run.config.seed, 5)
     with pytest.raises(SimForcingError) as error:
         train(run)
-    assert str(error.value) == f"10 steps in a row without a finite gradient; last clips: {', '.join(names)}"
+    assert str(error.value) == f"4 steps in a row without a finite loss and gradient; last clips: {', '.join(names)}"
     assert names[0].startswith("episode 1")
-    assert checkpoints(tmp_path / "run")[-1].name == "step-00000011"
+    assert checkpoints(tmp_path / "run")[-1].name == "step-00000005"
 
 
 def test_a_log_that_cannot_be_written_is_an_error(new_run: NewRun, tmp_path: Path) -> None:
@@ -278,21 +472,10 @@ def test_a_run_of_seconds_begins_at_a_small_rate_that_is_not_zero() -> None:
     assert rates == pytest.approx([0.01, 0.505, 1, 0.6, 0.2, 0.2])
 
 
-@pytest.mark.parametrize("total", [40, 205])
-def test_rate_is_the_released_one(parity: Path, total: int) -> None:
-    released = load_file(parity / "extras.safetensors")[f"lr.total{total}"].tolist()
-    config = TrainConfig(steps=total)
-    assert len(released) >= total
-    ours = [config.lr * config.rate(Progress(step)) for step in range(len(released))]
-    assert ours == pytest.approx(released, rel=1e-6)
-
-
 def test_logged_rate_is_the_one_that_the_step_took(uninterrupted: Path) -> None:
     config = TrainConfig(steps=12, lr=1e-2)
     log = rows(uninterrupted.parents[1])
     assert [row["lr"] for row in log] == pytest.approx([1e-2 * config.rate(Progress(i)) for i in range(12)])
-    groups = optimizer_of(uninterrupted)["param_groups"]
-    assert [g["lr"] for g in groups] == pytest.approx([log[-1]["lr"]] * len(groups))
 
 
 def test_matrices_decay_and_nothing_else_does(new_model: Callable[..., WorldModel]) -> None:
@@ -317,17 +500,20 @@ def test_matrices_decay_and_nothing_else_does(new_model: Callable[..., WorldMode
 
 
 def test_rate_of_the_simulation_projections_is_scaled(new_run: NewRun, tmp_path: Path) -> None:
-    train(new_run(tmp_path / "run", config={"steps": 2, "sim_lr_scale": 4.0}))
-    groups = optimizer_of(checkpoints(tmp_path / "run")[-1])["param_groups"]
-    plain, scaled = ({g["lr"] for g in groups if g["scale"] == s} for s in (1.0, 4.0))
-    assert [4 * r for r in plain] == pytest.approx(list(scaled))
+    """After one step Adam has moved every weight by its rate, whatever the gradient (decay left out)."""
+    run = new_run(tmp_path / "run", config={"steps": 1, "sim_lr_scale": 4.0, "weight_decay": 0.0, "lr": 1e-3})
+    before = {k: v.detach().clone() for k, v in run.model.named_parameters()}
+    train(run)
+    for name in ("sim.blocks.0.weight", "video.proj_out.weight"):
+        moved = (dict(run.model.named_parameters())[name].detach() - before[name]).abs().median()
+        assert float(moved) == pytest.approx(4e-3 if name.startswith("sim.") else 1e-3, rel=0.02), name
 
 
-def test_the_norm_of_gradients_is_clipped(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a rate of zero and a clip of 0.01, the first moment that Adam keeps is a tenth of the clipped gradient."""
+def test_the_norm_of_gradients_is_clipped(new_run: NewRun, tmp_path: Path) -> None:
+    """With a clip of 0.01, the first moment that Adam keeps is a tenth of the clipped gradient."""
     train(new_run(tmp_path / "run", config={"steps": 1, "clip": 0.01, "betas": (0.9, 0.95)}))
-    state = optimizer_of(checkpoints(tmp_path / "run")[-1])["state"]
-    norm = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in state.values()))
+    saved = tensors_of(checkpoints(tmp_path / "run")[-1])
+    norm = math.sqrt(sum(float(v.square().sum()) for k, v in saved.items() if k.endswith(".exp_avg")))
     assert rows(tmp_path / "run")[0]["grad_norm"] > 0.1
     assert norm == pytest.approx(0.1 * 0.01, rel=1e-3)
 
@@ -335,7 +521,7 @@ def test_the_norm_of_gradients_is_clipped(new_run: NewRun, tmp_path: Path, monke
 def test_a_run_of_seconds_ends_when_they_are_spent(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=iter(range(1000)).__next__))
+    monkeypatch.setattr(loop, "time", made_up_clock())
     changes = {"steps": None, "seconds": 6.5, "lr": 1e-3}
     assert train(new_run(tmp_path / "run", config=changes)) == Progress(7, 7.0)
     config = TrainConfig(seconds=6.5, lr=1e-3)
@@ -345,8 +531,8 @@ def test_a_run_of_seconds_ends_when_they_are_spent(
 
 
 def test_seconds_spent_before_a_stop_count(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=iter(range(1000)).__next__))
-    changes = {"steps": None, "seconds": 6.5, **EACH}
+    monkeypatch.setattr(loop, "time", made_up_clock())
+    changes = {"steps": None, "seconds": 6.5, "checkpoint_seconds": 3.0}
     with pytest.raises(Killed):
         train(new_run(tmp_path / "run", config=changes, report=stop_at(5)))
     assert train(new_run(tmp_path / "run", config=changes)) == Progress(7, 7.0)
@@ -366,6 +552,9 @@ def test_a_run_has_one_positive_length(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"batch_size": 0}, "batch size 0"),
+        ({"accumulate": 0}, "accumulate 0"),
+        ({"keep": 0}, "keep 0"),
+        ({"ema": 1.0}, r"ema 1\.0"),
         ({"lr": 0.0}, r"learning rate 0\.0"),
         ({"lr": math.nan}, "learning rate nan"),
         ({"warmup": 1.0}, r"warmup 1\.0"),
@@ -380,17 +569,18 @@ def test_settings_that_train_nothing_are_refused(changes: dict[str, Any], messag
 def test_a_teacher_is_trained_by_the_same_loop(
     new_run: NewRun, new_model: Callable[..., WorldModel], tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "run", model=new_model(sim_condition=False), loss=single_loss)
+    run = new_run(tmp_path / "run", model=new_model(sim_condition=False), loss=flow_loss())
     run.clips = run.clips.one_domain("sim")
     train(run)
-    assert rows(tmp_path / "run")[0].keys() == {"step", "seconds", "flow", "total", "grad_norm", "lr"}
+    assert rows(tmp_path / "run")[0].keys() == {"step", "seconds", "flow", "total", "grad_norm", "lr"} | MEASURED
 
 
 def mean_loss(run: Run) -> float:
     """Over all clips with twelve fixed draws."""
     batch = run.clips.take(torch.arange(len(run.clips)))
     with torch.no_grad():
-        return sum(float(run.loss(run.model, batch, step_generator(99, i))["total"]) for i in range(12)) / 12
+        every = [[clip_generator(99, 100 * i + j) for j in range(len(run.clips))] for i in range(12)]
+        return sum(float(run.loss(run.model, batch, run.loss.draw(run.model, batch, g))["total"]) for g in every) / 12
 
 
 def test_training_lowers_the_loss(new_run: NewRun, tmp_path: Path) -> None:

@@ -85,22 +85,43 @@ def test_a_model_for_other_widths_is_not_adapted(new_model: Callable[..., WorldM
         adapted(start, replace(preparation, state_stats=stats(6)))
 
 
+def test_an_imported_video_model_becomes_a_teacher_of_the_data(new_model: Callable[..., WorldModel]) -> None:
+    def stats(width: int) -> Normalizer:
+        return Normalizer(-np.ones(width, np.float32), np.ones(width, np.float32))
+
+    start = new_model()
+    imported = WorldModel(start.config, None)
+    imported.load_state_dict(start.state_dict())
+    preparation = Preparation(stats(7), stats(7), codec_identity={"channels": start.config.channels})
+    made = adapted(imported, preparation)
+    assert made.preparation == preparation and made.sim is None
+    assert all(torch.equal(v, start.state_dict()[k]) for k, v in made.state_dict().items())
+    with pytest.raises(SimForcingError, match="takes latents of"):
+        adapted(imported, replace(preparation, codec_identity={"channels": start.config.channels + 1}))
+    assert imported.sim is not None
+    with torch.no_grad():
+        imported.sim.layers[0].bias.fill_(0.1)  # a student's: what it learnt stays
+    assert adapted(imported, preparation).sim is not None
+
+
 def test_validation_of_a_student_sees_both_branches_and_the_condition(
     new_model: Callable[..., WorldModel], new_clips: Callable[..., LatentClips]
 ) -> None:
     clips, student = new_clips(), student_of(new_model(sim_condition=False)).eval()
     plain = ["flow_0.3", "flow_0.6", "flow_0.9", "action_ratio"]
     real = validation(clips.one_domain("real"))(student)
-    assert list(real) == plain
+    assert list(real) == [*plain, "flow"]
     both = validation(clips)(student)
-    assert list(both) == [*plain, "flow_real_on", "flow_sim"]
-    assert {k: both[k] for k in plain} == real
+    assert list(both) == [*plain, "flow_real_on", "flow_sim", "flow"]
+    assert {k: both[k] for k in plain} == {k: real[k] for k in plain}
+    assert real["flow"] == pytest.approx(sum(real[k] for k in plain[:3]) / 3, abs=1e-5)
     mean = sum(real[k] for k in plain[:3]) / 3
     assert both["flow_real_on"] == pytest.approx(mean, abs=2e-5)  # the condition starts at zero
     sim = validation(clips.one_domain("sim"))(student)
     assert both["flow_sim"] == pytest.approx(sum(sim[k] for k in plain[:3]) / 3, abs=2e-5)
     assert abs(both["flow_sim"] - mean) > 1e-3
-    assert list(validation(clips)(new_model(sim_condition=False))) == plain
+    assert both["flow"] == pytest.approx(mean, abs=2e-5)
+    assert list(validation(clips)(new_model(sim_condition=False))) == [*plain, "flow"]
     json.dumps(both)
 
 

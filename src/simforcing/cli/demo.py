@@ -61,7 +61,7 @@ class Demo:
 
         from simforcing.cli.demo_report import evaluate_and_report
         from simforcing.cli.show import progress
-        from simforcing.train.checkpoint import claim_run
+        from simforcing.train.directory import claim_run
 
         settings = {k: v for k, v in asdict(self).items() if k not in ("out", "workers")}
         claim_run(self.out, {"command": "demo", "settings": settings, "format": 1})

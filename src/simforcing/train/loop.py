@@ -1,195 +1,315 @@
-"""The training loop of teacher, student and baselines: one process, any device, resumes from its directory.
+"""The training loop of teacher, student and baselines: any device, one process or many, resumes from its directory.
 
-Every draw follows from (seed, step), so a step can be computed again alone and a resumed run equals an uninterrupted
-one. A run's length is a number of steps, or of seconds spent in steps where methods are compared at equal time; the
-learning rate follows the share of it that has passed.
+Every draw follows from (seed, place of a clip in the run), so a step can be computed again alone, a resumed run equals
+an uninterrupted one, and it does not matter how the clips of a step are shared by processes and backward passes. No
+step waits for the device: a step without a finite loss and gradient is skipped there, and noticed when it is looked at.
 """
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel
 from simforcing.train.batches import LatentClips
-from simforcing.train.checkpoint import Progress, append_row, cut_log, resume, save_checkpoint
-from simforcing.train.objective import Batch
+from simforcing.train.checkpoint import Progress, State, resume, save_checkpoint
+from simforcing.train.config import TrainConfig as TrainConfig  # also imported from here
+from simforcing.train.log import Clock, Log, memory_gib
+from simforcing.train.objective import Batch, Draws
+from simforcing.train.optim import Average, clipped_norm, freeze_unused, make_optimizer, step_unless
+from simforcing.train.parallel import Arrangement, Team, accumulating, arranged
 
-Loss = Callable[[WorldModel, Batch, torch.Generator], dict[str, Tensor]]
-MAX_BAD_STEPS = 10
-FIRST_RATE = 0.01  # share of lr at which the warm-up of a run in seconds begins
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Optimisation. Defaults are the paper's, save for weight decay on norms, biases and modulations: none.
-
-    Exactly one of `steps` and `seconds` is given.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
-    batch_size: int = 16
-    lr: float = 1e-4
-    sim_lr_scale: float = 1.0  # of the projections that start at zero
-    warmup: float = 0.05  # share of the run
-    final_lr: float = 0.01  # share of lr
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    log_every: int = 20
-    checkpoint_seconds: float = 60.0
-    validate_seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        lengths = [length for length in (self.steps, self.seconds) if length is not None]
-        if len(lengths) != 1 or not lengths[0] > 0:
-            raise SimForcingError("a run's length is either steps or seconds: give exactly one, above zero")
-        if self.batch_size < 1:
-            raise SimForcingError(f"batch size {self.batch_size}: a step needs at least one clip")
-        if not 0 < self.lr < math.inf:
-            raise SimForcingError(f"learning rate {self.lr}: give a number above zero")
-        if not 0 <= self.warmup < 1:
-            raise SimForcingError(f"warmup {self.warmup}: a share of the run, at least 0 and below 1")
-
-    def passed(self, progress: Progress) -> float:
-        """Share of the run that is done, in [0, 1]."""
-        done = progress.step / self.steps if self.steps else progress.seconds / (self.seconds or math.inf)
-        return min(done, 1.0)
-
-    def rate(self, progress: Progress) -> float:
-        """Learning rate of the next step as a share of `lr`: linear warm-up, then cosine to `final_lr`.
-
-        In a run of steps the warm-up takes W = floor(warmup * steps) of them and begins at 1 / W, the released
-        schedule; in a run of seconds it begins at `FIRST_RATE`.
-        """
-        if self.steps is not None:
-            up, done = int(self.warmup * self.steps) / self.steps, progress.step / self.steps
-            first = 1 / max(up * self.steps, 1)
-        else:
-            up, done, first = self.warmup, self.passed(progress), FIRST_RATE
-        if done < up:
-            return first + (1 - first) * done / up
-        down = min((done - up) / (1 - up), 1.0)
-        return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * down))
+T = TypeVar("T", Batch, Draws)
+ON_HOST = ("text_mask", "sim_text_mask", "gate")  # looked at while a step is put together
 
 
-def make_optimizer(model: WorldModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay; norms, biases and modulations do not; what gets no gradient is frozen and left out."""
-    for _, parameter in model.unused_parameters():
-        parameter.requires_grad_(False)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decay = config.weight_decay if parameter.ndim > 1 and "scale_shift_table" not in name else 0.0
-            scale = config.sim_lr_scale if name.startswith("sim.") else 1.0
-            groups.setdefault((decay, scale), []).append(parameter)
-    described = [{"params": p, "weight_decay": d, "scale": s} for (d, s), p in groups.items()]
-    return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, eps=1e-8, fused=True)
+class Loss(Protocol):
+    """What a role minimises: all randomness of a batch, drawn on the host, then its loss terms, `total` among them."""
+
+    @property
+    def teacher(self) -> WorldModel | None:
+        """A frozen model that the terms look at."""
+
+    def draw(self, model: WorldModel, batch: Batch, generators: Sequence[torch.Generator]) -> Draws:
+        """The randomness of a batch, one generator a clip."""
+
+    def __call__(self, model: WorldModel, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+        """The terms."""
+
+
+Validate = Callable[[WorldModel], dict[str, float]]
 
 
 @dataclass
 class Run:
-    """What a training run is made of."""
+    """What a training run is made of.
+
+    validate: losses on held-out clips, computed by all processes; the lowest `flow` is the best checkpoint.
+    rollout: whatever is watched every `rollout_every` steps, called in all processes.
+    report: takes the share that is done, and a row of the log.
+    """
 
     model: WorldModel
     clips: LatentClips
     loss: Loss
     config: TrainConfig
     out: Path
-    validate: Callable[[WorldModel], dict[str, float]] | None = None
+    validate: Validate | None = None
     report: Callable[[float, dict[str, Any]], None] = lambda passed, row: None
+    rollout: Callable[[int, WorldModel], dict[str, float]] | None = None
+    team: Team = field(default_factory=Team)
+    arrangement: Arrangement = field(default_factory=Arrangement)
+    wandb: str | None = None
 
 
-def step_generator(seed: int, step: int) -> torch.Generator:
-    """The randomness of one step, whatever came before it. (A CPU generator looks at 32 bits of its seed only.)"""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
+class Stopped(SystemExit):
+    """The run was asked to stop (SIGTERM) and did so after a step and a checkpoint; its code is that of the signal."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.step = step
+
+
+def clip_generator(seed: int, place: int) -> torch.Generator:
+    """The randomness of one clip of a run, whatever came before it.
+
+    (A CPU generator looks at 32 bits of its seed only.)
+    """
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, place]).generate_state(1)[0]))
 
 
 def train(run: Run) -> Progress:
     """Trains to the end of the run, from its newest checkpoint if there is one; the last checkpoint is the result.
 
+    With `ema`, the model that is left is the average.
+
     Raises:
-        SimForcingError: a checkpoint or the log cannot be written, or ten steps in a row had no finite loss
-            (names the clips).
+        SimForcingError: a checkpoint or the log cannot be written, or too many steps in a row had no finite loss and
+            gradient (names the clips).
+        Stopped: the process got SIGTERM; a checkpoint of the last step is there.
     """
-    config, model = run.config, run.model
-    optimizer = make_optimizer(model, config)
-    progress = resume(run.out, model, optimizer)
-    cut_log(run.out / "log.jsonl", progress.step)
-    if progress.step and config.passed(progress) >= 1:
-        return progress
+    episodes = len(run.clips.episode.unique())
+    run = replace(run, config=run.config.resolved(len(run.clips), episodes, run.team.size))
+    config, team = run.config, run.team
+    freeze_unused(run.model)
+    trained = arranged(run.model, run.loss.teacher, team, run.arrangement)
+    average = Average(run.model, config.ema) if config.ema else None
+    state = State(run.model, make_optimizer(run.model, config), average.values if average else None)
+    progress = resume(run.out, state, team)
+    if not (progress.step and config.passed(progress) >= 1):
+        _to_the_end(run, trained, state, average)
+    if average:
+        average.exchange()
+    return state.progress
+
+
+def _to_the_end(run: Run, trained: torch.nn.Module, state: State, average: Average | None) -> None:
+    config, team, progress = run.config, run.team, state.progress
+    log = Log(run.out, progress.step, team.main, run.wandb)
     saved = validated = progress.seconds
 
     def write(row: dict[str, Any]) -> None:
-        append_row(run.out / "log.jsonl", row)
-        run.report(config.passed(progress), row)
+        log.write({"step": progress.step, "seconds": round(progress.seconds, 3)} | row)
+        run.report(config.passed(progress), {"step": progress.step} | row)
 
-    for row in _steps(run, optimizer, progress):
-        if row is not None:
-            write(row)
-        if run.validate and progress.seconds - validated > config.validate_seconds:
-            validated = progress.seconds
-            write({"step": progress.step, "seconds": round(progress.seconds, 3)} | _validated(run))
-        if progress.seconds - saved > config.checkpoint_seconds:
-            saved = progress.seconds
-            save_checkpoint(run.out, model, optimizer, progress)
-    if run.validate:
-        write({"step": progress.step, "seconds": round(progress.seconds, 3)} | _validated(run))
-    save_checkpoint(run.out, model, optimizer, progress)
-    return progress
+    def save() -> None:
+        nonlocal saved
+        saved = progress.seconds
+        save_checkpoint(run.out, state, team, config.keep)
+
+    def validate(look: Validate) -> None:
+        nonlocal validated
+        validated = progress.seconds
+        found = _watched(run, average, look)
+        write({f"val_{name}": value for name, value in found.items()})
+        if found.get("flow", math.nan) < (math.inf if progress.best is None else progress.best):
+            progress.best, progress.best_step = found["flow"], progress.step
+            save()
+
+    with sigterm_noticed() as stop, closing(_steps(run, trained, state, average, stop)) as steps:
+        for row in steps:
+            if row is not None:
+                write(row)
+            if run.validate and progress.seconds - validated > config.validate_seconds:
+                validate(run.validate)
+            if run.rollout and config.rollout_every and progress.step % config.rollout_every == 0:
+                write(_watched(run, average, partial(run.rollout, progress.step)))
+            if progress.seconds - saved > config.checkpoint_seconds and config.passed(progress) < 1:
+                save()
+            if stop.agreed:
+                save()
+                raise Stopped(progress.step)
+        if run.validate:
+            validate(run.validate)
+        save()
 
 
-def _validated(run: Run) -> dict[str, float]:
-    assert run.validate is not None
+def _watched(run: Run, average: Average | None, look: Validate) -> dict[str, float]:
+    """What `look` finds in the model, or in its average."""
+    applied: AbstractContextManager[None] = average.applied() if average else nullcontext()
     run.model.eval()
-    result = run.validate(run.model)
+    with applied, torch.no_grad():
+        result = look(run.model)
     run.model.train()
-    return {f"val_{name}": value for name, value in result.items()}
+    return result
 
 
-def _steps(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> Iterator[dict[str, Any] | None]:
-    """One optimiser step each; yields a log row now and then."""
-    config, model = run.config, run.model
-    trainable = [p for group in optimizer.param_groups for p in group["params"]]
-    model.train()
-    bad = 0
-    while config.passed(progress) < 1:
-        began = time.perf_counter()
-        lr = config.lr * config.rate(progress)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-        batch = run.clips.batch(config.batch_size, config.seed, progress.step)
-        terms = run.loss(model, batch, step_generator(config.seed, progress.step))
-        terms["total"].backward()
-        norm = nn.utils.clip_grad_norm_(trainable, config.clip)
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            optimizer.step()
-            bad = 0
-        else:
-            bad += 1
-            if bad == MAX_BAD_STEPS:
-                names = run.clips.names(config.batch_size, config.seed, progress.step)
+@dataclass
+class Stop:
+    """Whether this process was asked to stop, and whether all know of one that was."""
+
+    asked: bool = False
+    agreed: bool = False
+
+    def ask(self, *signal_and_frame: Any) -> None:
+        """Handles a signal."""
+        self.asked = True
+
+
+@contextmanager
+def sigterm_noticed() -> Iterator[Stop]:
+    """Inside, SIGTERM asks to stop, and does nothing else. (In other threads than the main one it is not seen.)"""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, stop.ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _steps(
+    run: Run, trained: torch.nn.Module, state: State, average: Average | None, stop: Stop
+) -> Generator[dict[str, Any] | None]:
+    """One optimiser step each; yields a row for the log now and then."""
+    config, team, progress = run.config, run.team, state.progress
+    assert isinstance(state.optimizer, torch.optim.AdamW)
+    clock, skips = Clock(team.device), Skips(run, progress)
+    first = progress.step * config.accumulate
+    loader = run.clips.batches(config.batch_size, config.seed, first, team.rank, team.size)
+    batches = cast(Generator[Batch], loader)
+    run.model.train()
+    since, steps = time.perf_counter(), 0
+    with closing(batches):
+        while config.passed(progress) < 1:
+            began = time.perf_counter()
+            clock.start()
+            lr = config.lr * config.rate(progress)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr * group["scale"]
+            terms = _gradients(run, trained, batches, progress.step, clock)
+            norm = clipped_norm(state.optimizer, config.clip)
+            bad = ~(torch.isfinite(norm) & torch.isfinite(terms["total"]))
+            step_unless(bad, state.optimizer)
+            if average:
+                average.update()
+            clock.mark("optimizer")
+            progress.step, steps = progress.step + 1, steps + 1
+            skips.add(progress.step, bad)
+            due = progress.step % config.log_every == 0
+            noticed = skips.noticed() if due or team.device.type == "cpu" else {}
+            spent = progress.seconds + time.perf_counter() - began
+            progress.seconds, stop.agreed = team.agreed(spent, stop.asked)
+            if not (due or noticed):
+                yield None
+                continue
+            row = noticed | {name: round(float(value), 6) for name, value in terms.items()}
+            row |= {"grad_norm": round(float(norm), 4), "lr": lr, "memory_gib": memory_gib(team.device)}
+            now = time.perf_counter()
+            row |= clock.read(steps) | {"steps_per_second": float(f"{steps / max(now - since, 1e-9):.4g}")}
+            since, steps = now, 0
+            yield row
+        skips.noticed()
+
+
+def _gradients(
+    run: Run, trained: torch.nn.Module, batches: Iterator[Batch], step: int, clock: Clock
+) -> dict[str, Tensor]:
+    """Gradients of one step, from `accumulate` backward passes; its terms, means over all processes and passes."""
+    config, team, loss = run.config, run.team, run.loss
+    found: list[dict[str, Tensor]] = []
+    for turn in range(config.accumulate):
+        places = places_of(config, step * config.accumulate + turn, team)
+        host = next(batches)
+        draws = loss.draw(run.model, host, [clip_generator(config.seed, place) for place in places])
+        batch, draws = moved(host, team.device), moved(draws, team.device)
+        clock.mark("data")
+        with accumulating(trained, last=turn + 1 == config.accumulate):
+            terms = trained(lambda model, batch=batch, draws=draws: loss(model, batch, draws))
+            clock.mark("forward")
+            (terms["total"] / config.accumulate).backward()
+        clock.mark("backward")
+        found.append({name: value.detach() for name, value in terms.items()})
+    names = list(found[0])
+    means = torch.stack([torch.stack([terms[name] for terms in found]).mean() for name in names])
+    return dict(zip(names, team.mean(means).unbind(), strict=True))
+
+
+def places_of(config: TrainConfig, number: int, team: Team) -> range:
+    """Places in the run of the clips of batch `number` that are this process's."""
+    together = config.batch_size * team.size
+    return range(number * together, (number + 1) * together)[team.rank :: team.size]
+
+
+def moved(values: T, device: torch.device) -> T:
+    """Tensors on the device, copied without waiting; what must stay on the host stays."""
+    if device.type == "cpu":
+        return values
+    given = {k: v for k, v in values._asdict().items() if v is not None and k not in ON_HOST}
+    return values._replace(**{k: v.pin_memory().to(device, non_blocking=True) for k, v in given.items()})
+
+
+class Skips:
+    """Steps that were skipped: counted and named when somebody looks."""
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self._run, self._progress = run, progress
+        self._unseen: list[tuple[int, Tensor]] = []
+
+    def add(self, step: int, bad: Tensor) -> None:
+        """One step's flag, which stays on the device."""
+        self._unseen.append((step, bad))
+
+    def noticed(self) -> dict[str, Any]:
+        """Looks at the flags since the last look; of skipped steps, the number so far and the clips of the last.
+
+        Raises:
+            SimForcingError: too many in a row.
+        """
+        row: dict[str, Any] = {}
+        flags: list[bool] = torch.stack([bad for _, bad in self._unseen]).tolist() if self._unseen else []
+        for (step, _), bad in zip(self._unseen, flags, strict=True):
+            self._progress.skipped_in_row = self._progress.skipped_in_row + 1 if bad else 0
+            self._progress.skipped += bad
+            if bad:
+                row = {"skipped": self._progress.skipped, "skipped_step": step, "skipped_clips": self._clips(step)}
+            if self._progress.skipped_in_row == self._run.config.max_skipped:
                 raise SimForcingError(
-                    f"{bad} steps in a row without a finite gradient; last clips: {', '.join(names[:8])}"
+                    f"{self._run.config.max_skipped} steps in a row without a finite loss and gradient; last clips: "
+                    f"{', '.join(self._clips(step)[:8])}"
                 )
-        optimizer.zero_grad()
-        progress.step += 1
-        progress.seconds += time.perf_counter() - began
-        due = progress.step % config.log_every == 0 or not finite
-        yield _row(terms, norm, lr, progress) if due else None
+        self._unseen.clear()
+        return row
 
-
-def _row(terms: dict[str, Tensor], norm: Tensor, lr: float, progress: Progress) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": progress.step, "seconds": round(progress.seconds, 3)}
-    row |= {name: round(float(value.detach()), 6) for name, value in terms.items()}
-    return row | {"grad_norm": round(float(norm), 4), "lr": lr}
+    def _clips(self, step: int) -> list[str]:
+        """Of all processes."""
+        config, size = self._run.config, self._run.team.size
+        first = (step - 1) * config.accumulate
+        numbers = range(first, first + config.accumulate)
+        return [name for n in numbers for name in self._run.clips.names(config.batch_size * size, config.seed, n)]

@@ -35,7 +35,7 @@ from simforcing.train.activations import (
     forward_work,
     sim_residuals,
 )
-from simforcing.train.checkpoint import KEEP
+from simforcing.train.config import KEEP
 from simforcing.train.encode import SHARD
 from simforcing.train.recipe import WAN_CODEC, WAN_TEXT, Recipe
 
@@ -334,7 +334,7 @@ class Memory:
         return {
             f"latents of {windows} windows": windows * 2 * self.shapes.latent * 2,
             "one checkpoint of a student": checkpoint,
-            f"the last {KEEP} and one being written": (KEEP + 1) * checkpoint,
+            f"the last {KEEP}, the best and one being written": (KEEP + 2) * checkpoint,
             "the trained model": total * FLOAT,
         }
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from simforcing.data.windows import ClipRule
 from simforcing.errors import SimForcingError
 from simforcing.model.experts import ExpertConfig
-from simforcing.train.loop import TrainConfig
+from simforcing.train.config import TrainConfig
 from simforcing.train.objective import ObjectiveConfig
 
 Role = Literal["teacher", "student", "baseline"]

@@ -1,6 +1,8 @@
 """Teacher, student and baselines: what each starts from and what it minimises."""
 
-from dataclasses import asdict
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simforcing.data.cache import read_cache, read_header
+from simforcing.data.cache import open_cache
 from simforcing.data.episode import ActionConvention
 from simforcing.data.stats import Normalizer
 from simforcing.data.windows import ClipRule, load_split
@@ -17,10 +19,10 @@ from simforcing.model.codec import load_codec
 from simforcing.model.preparation import Preparation
 from simforcing.model.world_model import WorldModel, WorldModelConfig, load_strictly
 from simforcing.train.batches import LatentClips, from_cache
-from simforcing.train.loop import Loss
-from simforcing.train.objective import Batch, ObjectiveConfig, draw, single_domain_loss, student_loss
+from simforcing.train.objective import Batch, Draws, ObjectiveConfig, draw, single_domain_loss, student_loss
 from simforcing.train.recipe import Recipe, Role
 
+IN_MEMORY = 2 << 30  # bytes
 DOMAINS: dict[Role, tuple[Literal["real", "sim"], ...]] = {
     "teacher": ("sim",),
     "student": ("real", "sim"),
@@ -30,17 +32,17 @@ DOMAINS: dict[Role, tuple[Literal["real", "sim"], ...]] = {
 
 def new_preparation(found: Recipe, header: dict[str, Any], action: np.ndarray, state: np.ndarray) -> Preparation:
     """What a model trained from scratch on these rows is prepared with."""
-    convention = header["action"]
     return Preparation(
         action_stats=Normalizer.fit(action.reshape(-1, action.shape[-1])),
         state_stats=Normalizer.fit(state.reshape(-1, state.shape[-1])),
         rule=ClipRule(**header["rule"]),
-        action=ActionConvention(**convention | {"gripper_range": tuple(convention["gripper_range"])}),
+        action=ActionConvention.from_dict(header["action"]),
         codec=found.codec,
         codec_identity=header["codec"],
         text=found.text,
         text_length=found.text_length,
         text_pooling=found.text_pooling,
+        text_padding=found.text_padding,
     )
 
 
@@ -60,11 +62,13 @@ def new_model(found: Recipe, preparation: Preparation, channels: int, seed: int)
 
 
 class Data:
-    """An encoded dataset with its split."""
+    """An encoded dataset with its split; up to `IN_MEMORY` it is read at once, else latents stay on disk."""
 
     def __init__(self, cache: Path, split: Path, found: Recipe) -> None:
-        self.header = read_header(cache)
-        self.arrays = read_cache(cache, {"rule": asdict(found.rule), "codec": load_codec(found.codec).identity})
+        stored = open_cache(cache, {"rule": asdict(found.rule), "codec": load_codec(found.codec).identity})
+        size = sum(math.prod(rows.shape) * rows.dtype.itemsize for rows in map(stored.rows, stored))
+        self.header = stored.header
+        self.arrays: Mapping[str, np.ndarray] = dict(stored) if size <= IN_MEMORY else stored
         self.split = load_split(split)
         self.channels = int(self.header["codec"]["channels"])
         for part in ("train", "val"):
@@ -117,7 +121,7 @@ def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
     pairs = {
         "codec": (ours["codec_identity"], theirs["codec"]),
         "rule": (ours["rule"], theirs["rule"]),
-        "action": (ours["action"], theirs["action"]),
+        "action": (prepared.action.to_dict(), ActionConvention.from_dict(theirs["action"]).to_dict()),
     }
     for name, (a, b) in pairs.items():
         if a != b:
@@ -127,24 +131,32 @@ def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
 def adapted(start: WorldModel, preparation: Preparation) -> WorldModel:
     """A teacher for other data: the weights of `start`, the statistics, words and conventions of the new data.
 
+    A start that says nothing about its inputs is an imported video model, whose latents, clips and words are free as far
+    as its widths allow. Projections of simulation that are still zero are left out: a teacher sees none.
+
     Raises:
         SimForcingError: latents, clips or widths are of another kind, so the weights would mean nothing.
     """
-    if start.preparation is None or start.preparation.codec_identity != preparation.codec_identity:
+    known = start.preparation
+    if known is not None and known.codec_identity != preparation.codec_identity:
         raise SimForcingError("the model to start from was trained on latents of another codec")
-    if start.preparation.rule != preparation.rule:
-        raise SimForcingError(
-            f"the model to start from takes clips of {start.preparation.rule}, not {preparation.rule}"
-        )
+    if known is not None and known.rule != preparation.rule:
+        raise SimForcingError(f"the model to start from takes clips of {known.rule}, not {preparation.rule}")
     widths = {
+        "latents": (start.config.channels, preparation.codec_identity.get("channels", start.config.channels)),
         "actions": (start.config.action_dim, len(preparation.action_stats.min)),
         "states": (start.config.proprio_dim, len(preparation.state_stats.min)),
     }
     for name, (ours, theirs) in widths.items():
         if ours != theirs:
             raise SimForcingError(f"the model to start from takes {name} of {ours} numbers, the data have {theirs}")
-    model = WorldModel(start.config, preparation)
-    load_strictly(model, {k: v.clone() for k, v in start.state_dict().items()}, "the model to start from")
+    state = {k: v.clone() for k, v in start.state_dict().items()}
+    config = start.config
+    if known is None and not any(bool(v.any()) for k, v in state.items() if k.startswith("sim.")):
+        config = replace(config, sim_condition=False)
+        state = {k: v for k, v in state.items() if not k.startswith("sim.")}
+    model = WorldModel(config, preparation)
+    load_strictly(model, state, "the model to start from")
     return model
 
 
@@ -153,16 +165,32 @@ def student_of(teacher: WorldModel) -> WorldModel:
     return teacher.with_sim_condition() if teacher.sim is None else teacher
 
 
-def single_loss(model: WorldModel, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-    """Teacher and baselines."""
-    return single_domain_loss(model, batch, draw(model, batch.latents, ObjectiveConfig(), generator))
+@dataclass(frozen=True)
+class Objective:
+    """What teacher and baselines (no `teacher`) or the student minimise; a `Loss` of the loop."""
+
+    config: ObjectiveConfig = ObjectiveConfig()
+    teacher: WorldModel | None = None
+
+    def draw(self, model: WorldModel, batch: Batch, generators: Sequence[torch.Generator]) -> Draws:
+        """All randomness, drawn clip by clip, so that it does not depend on which clips share a batch."""
+        rows = batch.latents.split(1)
+        clips = [draw(model, row, self.config, g) for row, g in zip(rows, generators, strict=True)]
+        parts = {name: [getattr(one, name) for one in clips] for name in Draws._fields}
+        return Draws(**{name: torch.cat(found) for name, found in parts.items() if found[0] is not None})
+
+    def __call__(self, model: WorldModel, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+        """The named terms; `total` is minimised."""
+        if self.teacher is None:
+            return single_domain_loss(model, batch, draws, self.config)
+        return student_loss(model, self.teacher, batch, draws, self.config)
 
 
-def distilled_loss(teacher: WorldModel, config: ObjectiveConfig) -> Loss:
+def flow_loss(config: ObjectiveConfig = ObjectiveConfig()) -> Objective:
+    """The loss of teacher and baselines."""
+    return Objective(config)
+
+
+def distilled_loss(teacher: WorldModel, config: ObjectiveConfig) -> Objective:
     """The student's loss under a frozen teacher."""
-    teacher = teacher.eval().requires_grad_(False)
-
-    def loss(model: WorldModel, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-        return student_loss(model, teacher, batch, draw(model, batch.latents, config, generator), config)
-
-    return loss
+    return Objective(config, teacher.eval().requires_grad_(False))

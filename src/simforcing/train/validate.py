@@ -14,9 +14,10 @@ from simforcing.model.flow import noised
 from simforcing.model.world_model import WorldModel
 from simforcing.train.batches import LatentClips
 from simforcing.train.objective import Batch, flow_error
+from simforcing.train.parallel import Team
 
 LEVELS = (0.3, 0.6, 0.9)  # noise levels
-_CLIPS = 96
+_CLIPS, _TOGETHER = 96, 32
 
 
 def exchanged(clips: LatentClips, rows: Int64[Tensor, " B"]) -> Float[Tensor, "B A a"]:
@@ -28,30 +29,63 @@ def exchanged(clips: LatentClips, rows: Int64[Tensor, " B"]) -> Float[Tensor, "B
     return clips.action[rows[other]]
 
 
-def validation(clips: LatentClips, seed: int = 0) -> Callable[[WorldModel], dict[str, float]]:
+def validation(clips: LatentClips, seed: int = 0, team: Team = Team()) -> Callable[[WorldModel], dict[str, float]]:
     """A function of a model: flow error per noise level, and the action ratio, on fixed clips and noise.
 
-    action_ratio: error with exchanged actions over error with the true ones. Near 1, the model ignores its actions.
-    Of pairs, these are about the real video without its simulation; a model with a simulation condition also gets
-    flow_real_on (real video under its paired simulation) and flow_sim (simulated video), means over the levels.
+    flow: mean over the levels, with and without simulation where the model has that condition; what a run's best
+    checkpoint is chosen by. action_ratio: error with exchanged actions over error with the true ones; near 1, the model
+    ignores its actions. Of pairs, the others are about the real video without its simulation; a model with a simulation
+    condition also gets flow_real_on (real video under its paired simulation) and flow_sim (simulated video).
+
+    The processes of a team share the clips, and all must call the function.
     """
     rows = torch.linspace(0, len(clips) - 1, min(len(clips), _CLIPS)).long()
-    batch = clips.take(rows)
-    wrong = batch._replace(action=exchanged(clips, rows))
-    noise = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(seed))
+    swapped = exchanged(clips, rows)
+    noise = torch.randn(
+        (len(rows), *clips.take(rows[:1]).latents.shape[1:]), generator=torch.Generator().manual_seed(seed)
+    )
+    share = -(-len(rows) // team.size)  # equal for all, since sharded models are called together
+    mine = torch.arange(team.rank, share * team.size, team.size)
+    pieces = [(i.clamp(max=len(rows) - 1), i < len(rows)) for i in mine.split(_TOGETHER)]
 
     def run(model: WorldModel) -> dict[str, float]:
-        right = [_error(model, batch, noise, level) for level in LEVELS]
-        swapped = [_error(model, wrong, noise, level) for level in LEVELS]
-        result = {f"flow_{level}": round(e, 5) for level, e in zip(LEVELS, right, strict=True)}
-        result |= {"action_ratio": round(sum(swapped) / sum(right), 4)}
-        if batch.sim_latents is None or model.sim is None:
-            return result
-        on = [_error(model, batch, noise, level, batch.sim_latents) for level in LEVELS]
-        sim = [_error(model, batch.simulated(), noise, level) for level in LEVELS]
-        return result | {f"flow_{n}": round(sum(e) / len(e), 5) for n, e in (("real_on", on), ("sim", sim))}
+        sums: dict[str, Tensor] = {}
+        for i, counts in pieces:
+            batch = clips.take(rows[i])
+            right, wrong = (b.to(model.device) for b in (batch, batch._replace(action=swapped[i])))
+            found = model.run(_errors, right, wrong, noise[i].to(model.device))
+            for name, error in found.items():
+                sums[name] = sums.get(name, torch.zeros(())) + (error.cpu() * counts).sum()
+        values = team.sum(torch.stack(list(sums.values()))) / len(rows)
+        return _summary(dict(zip(sums, values.tolist(), strict=True)))
 
     return run
+
+
+def _errors(
+    model: WorldModel, batch: Batch, wrong: Batch, noise: Float[Tensor, "B C F H W"]
+) -> dict[str, Float[Tensor, " B"]]:
+    """Of every clip, at every level."""
+    ways: dict[str, tuple[Batch, Tensor | None]] = {"flow": (batch, None), "swapped": (wrong, None)}
+    if batch.sim_latents is not None and model.sim is not None:
+        ways |= {"real_on": (batch, batch.sim_latents), "sim": (batch.simulated(), None)}
+    return {
+        f"{name}_{level}": _error(model, inputs, noise, level, sim)
+        for name, (inputs, sim) in ways.items()
+        for level in LEVELS
+    }
+
+
+def _summary(errors: dict[str, float]) -> dict[str, float]:
+    def mean(name: str) -> float:
+        return sum(errors[f"{name}_{level}"] for level in LEVELS) / len(LEVELS)
+
+    result = {f"flow_{level}": round(errors[f"flow_{level}"], 5) for level in LEVELS}
+    result["action_ratio"] = round(mean("swapped") / mean("flow"), 4)
+    if f"sim_{LEVELS[0]}" not in errors:
+        return result | {"flow": round(mean("flow"), 5)}
+    both = {f"flow_{name}": round(mean(name), 5) for name in ("real_on", "sim")}
+    return result | both | {"flow": round((mean("flow") + mean("real_on")) / 2, 5)}
 
 
 @torch.no_grad()
@@ -61,11 +95,11 @@ def _error(
     noise: Float[Tensor, "B C F H W"],
     level: float,
     sim: Float[Tensor, "B C F H W"] | None = None,
-) -> float:
-    sigma = torch.full((len(noise),), level)
+) -> Float[Tensor, " B"]:
+    sigma = torch.full((len(noise),), level, device=noise.device)
     x = noised(batch.latents, noise, sigma)
     x[:, :, 0] = batch.latents[:, :, 0]
     context, mask = model.context(batch.text, batch.text_mask, batch.proprio)
-    condition = model.condition(batch.action, context, mask, x.shape[2], sim)
+    condition = model.condition(batch.action, context, mask, x.shape[2:], sim)
     velocity = model.denoise(x, model.flow.train_steps * sigma, condition)
-    return float(flow_error(velocity, batch.latents, noise).mean())
+    return flow_error(velocity, batch.latents, noise)
