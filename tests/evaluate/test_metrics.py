@@ -55,10 +55,10 @@ def test_identical_clips_score_the_cap(sources):
 
 def test_a_batch_scores_like_its_clips_one_by_one(sources):
     pred, true = sources["student"], sources["real"]
-    together = metrics.score(pred, true)
-    assert set(together) == set(metrics.METRICS)
+    together = metrics.score(pred, true, keys=metrics.PIXEL)
+    assert set(together) == set(metrics.PIXEL)
     for key, values in together.items():
-        alone = [metrics.score(pred[k : k + 1], true[k : k + 1])[key][0] for k in range(len(true))]
+        alone = [metrics.METRICS[key].score(pred[k : k + 1], true[k : k + 1])[0] for k in range(len(true))]
         assert values.tolist() == alone
 
 
@@ -140,3 +140,46 @@ def test_frames_too_small_and_clips_too_short_are_refused(videos):
         metrics.ssim(pred[:, :, :8], true[:, :, :8])
     with pytest.raises(SimForcingError, match="no predicted frame"):
         metrics.psnr(pred[:, :1], true[:, :1])
+
+
+def steps(*levels: int) -> np.ndarray:
+    """One clip of even grey frames with a bright patch that walks to the right by four pixels a frame."""
+    video = np.stack([np.full((32, 32, 3), level, np.uint8) for level in levels])
+    for t, frame in enumerate(video):
+        frame[4:16, 4 * t : 4 * t + 4] = 250
+    return video[None]
+
+
+def test_temporal_error_is_0_for_the_truth_and_1_for_a_still_picture():
+    true = steps(60, 60, 60, 60)
+    still = np.repeat(true[:, :1], 4, axis=1)
+    assert metrics.temporal_error(true, true) == 0
+    assert metrics.temporal_error(still, true) == pytest.approx(1)
+    shifted = true.copy()
+    shifted[:, 1:] += 4  # a jump after the given frame, and none later
+    jump = 32 * 32 * 3 * 16
+    energy = np.square(np.diff(true.astype(float), axis=1)).sum()
+    assert metrics.temporal_error(shifted, true) == pytest.approx(jump / energy)
+    assert np.isnan(metrics.temporal_error(true, still)[0])
+
+
+def test_flicker_looks_at_what_stands_still():
+    true, flickering = steps(60, 60, 60, 60), steps(60, 63, 60, 63)
+    assert metrics.flicker(true, true) == 0
+    assert metrics.flicker(flickering, true) == pytest.approx(3)
+
+
+def test_colour_drift_is_the_shift_of_the_background():
+    true, drifting = steps(60, 60, 60, 60), steps(60, 62, 64, 66)
+    drifting[..., 2] = true[..., 2]  # in two of three channels
+    np.testing.assert_allclose(metrics.colour_drift_by_frame(drifting, true), [[4 / 3, 8 / 3, 4]])
+    assert metrics.colour_drift(drifting, true) == pytest.approx(8 / 3)
+    np.testing.assert_allclose(metrics.colour_drift(drifting, true, first_frame=True), 2)
+    noise = np.random.default_rng(0).integers(0, 255, (1, 3, 16, 16, 3), dtype=np.uint8)
+    assert np.isnan(metrics.colour_drift(noise, noise)[0]) and np.isnan(metrics.flicker(noise, noise)[0])
+
+
+def test_metrics_that_need_a_network_are_not_scored_from_pixels():
+    with pytest.raises(SimForcingError, match="'fvd' needs more than two videos"):
+        metrics.score(steps(1, 2), steps(1, 2), keys=["fvd"])
+    assert set(metrics.definitions()) == set(metrics.BASIC) <= set(metrics.PIXEL) < set(metrics.METRICS)

@@ -6,7 +6,7 @@ import pytest
 
 from simforcing.errors import SimForcingError
 from simforcing.evaluate import protocol
-from simforcing.evaluate.metrics import METRICS
+from simforcing.evaluate.metrics import BASIC
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_protocol_survives_json(base):
 
 def test_it_records_metrics_code_and_machine(base):
     values = base.to_dict()
-    assert set(values["metrics"]) == set(METRICS)
+    assert set(values["metrics"]) == set(BASIC)
     assert values["machine"]["cores"] >= 1 and values["machine"]["cpu"]
     assert values["machine"]["torch"].startswith("2.")
     assert values["code"]
@@ -79,3 +79,21 @@ def test_git_describes_only_a_checkout_that_tracks_the_package(tmp_path):
     subprocess.run([*git, "commit", "-q", "-m", "x"], cwd=tmp_path, check=True)
     subprocess.run([*git, "tag", "v7"], cwd=tmp_path, check=True)
     assert protocol._git_describe(module) == "v7"
+
+
+def test_what_was_allowed_is_said(base):
+    other = dataclasses.replace(base, code="1.2 (abc)", networks={"i3d": "ff"})
+    protocols = {"a": base, "b": base, "c": other}
+    protocol.check_same(protocols, allow={"code", "networks"})
+    code, networks = protocol.mixed(protocols, ["code", "networks"])
+    assert "differ in 'code'" in code and "(a, b)" in code and "'1.2 (abc)' (c)" in code
+    assert "'networks.i3d'" in networks
+    assert protocol.mixed({"a": base, "b": base}, ["code"]) == []
+    assert protocol.mixed(protocols, []) == []
+    with pytest.raises(SimForcingError, match="did you mean 'code'"):
+        protocol.mixed(protocols, ["cod"])
+
+
+def test_a_way_of_sampling_is_what_is_compared(base):
+    other = dataclasses.replace(base, guidance=None, real_steps=3, simulation="rendered", control="copy")
+    protocol.check_same({"a": base, "b": other}, allow=protocol.METHOD)

@@ -107,3 +107,55 @@ def test_columns_give_an_interval_each():
     assert intervals[0] == statistics.bootstrap(table[:, 0])
     with pytest.raises(SimForcingError, match="one row a clip"):
         statistics.bootstrap_columns(table[0])
+
+
+def test_one_seed_says_what_a_bootstrap_of_its_clips_says():
+    values, episodes = np.random.default_rng(0).normal(size=12), np.repeat(np.arange(6), 2)
+    assert statistics.over_seeds(values[None], clusters=episodes) == statistics.bootstrap(values, clusters=episodes)
+
+
+def test_seeds_that_differ_widen_the_interval():
+    values = np.random.default_rng(0).normal(size=30)
+    alike, apart = np.stack([values] * 3), np.stack([values - 2, values, values + 2])
+    one, two = statistics.over_seeds(alike), statistics.over_seeds(apart)
+    assert one["mean"] == pytest.approx(two["mean"])
+    assert two["high"] - two["low"] > 2 * (one["high"] - one["low"])
+    assert two["clips"] == 30
+
+
+def test_a_clip_that_is_missing_under_one_seed_is_left_out():
+    table = np.ones((2, 5))
+    table[1, 3] = np.nan
+    found = statistics.over_seeds(table)
+    assert (found["clips"], found["missing"], found["mean"]) == (4, 1, 1)
+    with pytest.raises(SimForcingError, match="one row a seed"):
+        statistics.over_seeds(np.ones(3))
+
+
+def test_differences_pair_the_clips_and_not_the_seeds():
+    rng = np.random.default_rng(0)
+    clips = rng.normal(scale=10, size=40)  # clips differ much, methods little
+    a, b = clips + 1 + rng.normal(scale=0.1, size=(3, 40)), clips + rng.normal(scale=0.1, size=(2, 40))
+    found = statistics.difference_over_seeds(a, b, name_a="x", name_b="y", metric="psnr")
+    assert found["name"] == "x - y" and found["low"] > 0.8 and found["high"] < 1.2
+    assert found["mean"] == pytest.approx(float((a.mean(0) - b.mean(0)).mean()))
+    assert found["p"] < 0.001
+    back = statistics.difference_over_seeds(b, a)
+    assert back["mean"] == pytest.approx(-found["mean"])
+    with pytest.raises(SimForcingError, match="40 of a, 39 of b"):
+        statistics.difference_over_seeds(a, b[:, :39])
+
+
+def test_the_paired_test_counts_flips():
+    assert statistics.paired_test([1, 2, 3], [0, 0, 0]) == 2 / 8  # all three agree: this outcome and its mirror
+    assert statistics.paired_test([1, -1], [0, 0]) == 1
+    assert statistics.paired_test([1, 1, 1, 1], [0, 0, 0, 0], clusters=[0, 0, 1, 1]) == 2 / 4  # two episodes
+    many = np.random.default_rng(0).normal(1, 1, 40)
+    assert statistics.paired_test(many, np.zeros(40)) == pytest.approx(1 / 5001, rel=1e-9)
+    assert np.isnan(statistics.paired_test([np.nan], [1.0]))
+
+
+def test_the_paired_test_is_fair_where_nothing_differs():
+    rng = np.random.default_rng(0)
+    found = [statistics.paired_test(rng.normal(size=10), np.zeros(10)) for _ in range(200)]
+    assert 0.02 < np.mean(np.array(found) < 0.1) < 0.19

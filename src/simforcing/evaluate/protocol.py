@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -73,10 +74,11 @@ def _git_describe(file: Path) -> str | None:
 class Protocol:
     """Everything that two numbers must share to be compared.
 
-    ``split_sha256`` names the split file, ``clips_sha256`` the held-out windows in their order
-    (`hash_clips`); ``frames`` a clip including the given first one; ``fps`` in Hz; ``steps`` and
-    ``guidance`` are None where a method has none. ``metrics`` holds each metric's definition, ``machine``
-    what `describe_machine` found.
+    ``split_sha256`` names the split file, ``clips_sha256`` the held-out windows in their order (`hash_clips`);
+    ``frames`` a clip including the given first one; ``fps`` in Hz; steps and ``guidance`` are None where a method has
+    none (`METHOD` names the fields that belong to a method). ``simulation`` says where the condition comes from,
+    ``control`` what was spoilt on purpose. ``metrics`` holds each metric's definition, ``networks`` the sha256 of every
+    network that a metric looked through, ``machine`` what `describe_machine` found.
     """
 
     split_sha256: str
@@ -91,13 +93,18 @@ class Protocol:
     guidance: float | None = None
     seed: int = 0
     first_frame: bool = False
+    simulation: str = ""
+    guidance_kind: str = "branches"
+    control: str = ""
     metrics: Mapping[str, str] = field(default_factory=definitions)
+    networks: Mapping[str, str] = field(default_factory=dict)
     code: str = field(default_factory=code_version)
     machine: Mapping[str, str | int] = field(default_factory=describe_machine)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, in the order of the fields."""
-        return {**asdict(self), "metrics": dict(self.metrics), "machine": dict(self.machine)}
+        mappings = {"metrics": dict(self.metrics), "networks": dict(self.networks), "machine": dict(self.machine)}
+        return {**asdict(self), **mappings}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Protocol":
@@ -108,6 +115,10 @@ class Protocol:
         if missing:
             raise SimForcingError(f"the protocol lacks '{missing[0]}'; evaluate again with this version")
         return cls(**values)
+
+
+METHOD = ("sim_steps", "real_steps", "guidance", "guidance_kind", "simulation", "control")
+"""Fields in which the methods of one table may differ without a word: they are what is compared."""
 
 
 def check_same(protocols: Mapping[str, Protocol], allow: Collection[str] = ()) -> None:
@@ -128,6 +139,22 @@ def check_same(protocols: Mapping[str, Protocol], allow: Collection[str] = ()) -
                     f"'{first_name}' and '{name}' differ in {where}: {left!r} against {right!r}; "
                     "evaluate both alike before comparing them"
                 )
+
+
+def mixed(protocols: Mapping[str, Protocol], allow: Collection[str]) -> list[str]:
+    """Sentences that say in which of the allowed fields results differ, for the page that shows them together."""
+    _refuse_unknown(allow, [f.name for f in fields(Protocol)])
+    sentences = []
+    for key in allow:
+        values: dict[str, list[str]] = {}
+        for name, protocol in protocols.items():
+            values.setdefault(json.dumps(protocol.to_dict()[key], sort_keys=True), []).append(name)
+        if len(values) > 1:
+            groups = list(values.items())
+            where, left, right = _where(key, *(json.loads(v) for v, _ in groups[:2]))
+            pair = " against ".join(f"{v!r} ({', '.join(n)})" for v, (_, n) in zip((left, right), groups, strict=False))
+            sentences.append(f"These results were not measured alike; they differ in {where}: {pair}.")
+    return sentences
 
 
 def hash_clips(clips: Sequence[tuple[int, int]]) -> str:

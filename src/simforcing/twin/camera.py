@@ -69,7 +69,13 @@ class Camera:
 
     @classmethod
     def look_at(
-        cls, eye: Sequence[float], target: Sequence[float], *, fovy: float, height: int, width: int
+        cls,
+        eye: Sequence[float] | Float64[np.ndarray, " 3"],
+        target: Sequence[float] | Float64[np.ndarray, " 3"],
+        *,
+        fovy: float,
+        height: int,
+        width: int,
     ) -> "Camera":
         """A camera at `eye` that looks at `target` (both metres, base frame), upright (z up)."""
         back = np.asarray(eye, dtype=np.float64) - np.asarray(target, dtype=np.float64)

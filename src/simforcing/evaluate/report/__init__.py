@@ -2,10 +2,16 @@
 
 from simforcing.evaluate.report.data import (
     Clip,
+    Curve,
+    Grid,
     GuidanceCurve,
     HorizonCurve,
+    MethodRow,
+    Point,
     ReportData,
     Row,
+    SensitivityRow,
+    SweepView,
     Timing,
     TrainingCurve,
     WhatRan,
@@ -15,10 +21,16 @@ from simforcing.evaluate.report.wording import Verdict, action_verdict, verdict
 
 __all__ = [
     "Clip",
+    "Curve",
+    "Grid",
     "GuidanceCurve",
     "HorizonCurve",
+    "MethodRow",
+    "Point",
     "ReportData",
     "Row",
+    "SensitivityRow",
+    "SweepView",
     "Timing",
     "TrainingCurve",
     "Verdict",

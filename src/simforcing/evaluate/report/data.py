@@ -6,6 +6,7 @@ Shapes: T frames, H W pixels. Videos are uint8 RGB; intervals come from `evaluat
 
 import difflib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +45,95 @@ class GuidanceCurve:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """One line of a plot: a metric, or seconds a clip (``metric`` = "latency"), against anything.
+
+    Curves of one ``title`` share a plot; ``section`` is the sweep that they belong to.
+    """
+
+    section: str
+    title: str
+    name: str
+    metric: str
+    x_label: str
+    x: Sequence[float]
+    values: Sequence[Interval]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting in a plot of quality against latency; points of one ``group`` look alike."""
+
+    name: str
+    group: str
+    seconds: float
+    value: Interval
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of one metric over two settings: ``cells[row][column]`` is None where nothing was measured (yet).
+
+    ``seconds`` has each cell's latency, nan where it was not measured.
+    """
+
+    title: str
+    metric: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[Interval | None]]
+    seconds: Sequence[Sequence[float]]
+
+    @property
+    def best(self) -> float | None:
+        """The best mean of all cells."""
+        means = [c["mean"] for row in self.cells for c in row if c is not None and not math.isnan(c["mean"])]
+        return (max if METRICS[self.metric].better >= 0 else min)(means, default=None)
+
+
+@dataclass(frozen=True)
+class SweepView:
+    """A sweep on the page: curves, tables, quality against latency, and what to know about it."""
+
+    title: str
+    notes: Sequence[str] = ()
+    curves: Sequence[Curve] = ()
+    grids: Sequence[Grid] = ()
+    points: Sequence[Point] = ()
+    points_metric: str = "psnr"
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """How one method's video changes when its actions are changed; see `behaviour.Sensitivity`."""
+
+    name: str
+    change: str
+    levels: Interval
+    motion: Interval
+    inside: Interval
+    area: Interval
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """How one method was sampled, for the protocol: model, hash of its weights, sampling in words, seeds."""
+
+    name: str
+    model: str
+    sha256: str
+    sampling: str
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
 class HorizonCurve:
-    """PSNR in dB of each frame index of one method, starting at frame ``first``."""
+    """A metric of each frame index of one method, starting at frame ``first``."""
 
     name: str
     values: Sequence[Interval]
     first: int = 1
+    metric: str = "psnr"
 
 
 @dataclass(frozen=True)
@@ -86,13 +170,14 @@ class Clip:
     """A held-out clip: videos by their label, in the order shown. Single frames are held still.
 
     Where both ``truth`` and ``prediction`` are among the labels, a heat map of their difference is
-    appended.
+    appended. Clips of one ``group`` stand under its name.
     """
 
     name: str
     videos: Mapping[str, UInt8[np.ndarray, "T H W 3"]]
     truth: str = "real"
     prediction: str = "student"
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +203,9 @@ class ReportData:
 
     ``summary`` are sentences for the top; verdict lines are computed from ``differences`` (first: the
     headline) and ``action_ratios`` (error with exchanged actions / with the true ones, by model) and need
-    no sentence. ``hero_clips`` clips play together at the top; ``fps`` is the clips' own rate in Hz.
+    no sentence. ``notes`` say in what the rows were not measured alike, ``unavailable`` why a metric is missing,
+    ``with_first_frame`` repeats rows with the given frame counted. ``hero_clips`` clips play together at the top;
+    ``fps`` is the clips' own rate in Hz.
     """
 
     title: str
@@ -134,12 +221,18 @@ class ReportData:
     protocol: Protocol | None = None
     what_ran: WhatRan | None = None
     caveats: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    with_first_frame: Sequence[Row] = ()
+    sensitivity: Sequence[SensitivityRow] = ()
+    sweeps: Sequence[SweepView] = ()
+    methods: Sequence[MethodRow] = ()
     hero_clips: int = 2
     fps: float = 5.0
 
     def __post_init__(self) -> None:
         """Refuse unknown metrics and curves whose lengths do not fit, naming them."""
-        for row in self.rows:
+        for row in (*self.rows, *self.with_first_frame):
             for key in row.metrics:
                 _known_metric(key, f"row '{row.name}'")
         for difference in self.differences:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from PIL import Image
 from simforcing.evaluate import strips
 from simforcing.evaluate.metrics import METRICS
 from simforcing.evaluate.report import plots, wording
-from simforcing.evaluate.report.data import Clip, ReportData, Row
+from simforcing.evaluate.report.data import Clip, Grid, ReportData, Row, SweepView
 from simforcing.files import write_text
 
+STABILITY = ("arm_track", "arm_overlap", "temporal_error", "flicker", "colour_drift")
+"""Metrics that stand in a table of their own."""
 STRIPS = 3
 """Clips whose frames are also shown as a still strip."""
 HOLD = 3
@@ -39,6 +42,16 @@ class Viewer:
     fps: float
     width: int
     height: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a sweep's table in words."""
+
+    text: str
+    bounds: str = ""
+    latency: str = ""
+    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,30 +93,71 @@ def with_error(clip: Clip) -> dict[str, strips.Video]:
 
 def _context(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -> dict[str, Any]:
     """Everything the template shows, ready to print."""
+    horizons = dict.fromkeys(curve.metric for curve in results.horizon)
     ratios = [wording.action_verdict(name, ratio) for name, ratio in results.action_ratios.items()]
-    used = [key for key in METRICS if any(key in row.metrics for row in results.rows)]
     return {
         "results": results,
         "comparisons": wording.compare(results.differences),
         "action_verdicts": ratios,
         "metrics": METRICS,
-        "columns": used,
+        "tables": _tables(results),
         "groups": _groups(results.rows),
         "show_w": any(row.w is not None for row in results.rows),
         "undefined": _undefined(results.rows),
+        "first_columns": _used(results.with_first_frame),
+        "grids": [_grid(sweep) for sweep in results.sweeps],
+        "sweep_plots": [plots.curve_plots(sweep.curves) for sweep in results.sweeps],
+        "latency_plots": [
+            plots.latency_plot(sweep.points, sweep.points_metric) if sweep.points else None for sweep in results.sweeps
+        ],
         "hero": _hero(results, clips),
         "viewers": [
-            (clip.name, _viewer([videos], results.fps, f"{clip.name}: {', '.join(videos)}"))
+            (clip.group, clip.name, _viewer([videos], results.fps, f"{clip.name}: {', '.join(videos)}"))
             for clip, videos in zip(results.clips, clips, strict=True)
         ],
         "difference_plots": plots.difference_plots(results.differences),
         "guidance_plots": plots.guidance_plots(results.guidance),
         "ratio_plot": plots.action_ratio_plot(results.action_ratios) if results.action_ratios else None,
-        "horizon_plot": plots.horizon_plot(results.horizon) if results.horizon else None,
+        "horizon_plots": [plots.horizon_plot([c for c in results.horizon if c.metric == m]) for m in horizons],
         "training_plots": plots.training_plots(results.training),
         "slowest": max((t.seconds for t in results.timings), default=0.0),
         "error_ceiling": strips.ERROR_CEILING,
     }
+
+
+def _used(rows: Sequence[Row]) -> list[str]:
+    """Metrics that some row has, in the order of `METRICS`."""
+    return [key for key in METRICS if any(key in row.metrics for row in rows)]
+
+
+def _tables(results: ReportData) -> list[tuple[str, list[str]]]:
+    """The columns of the table of numbers; motion and stability get one of their own where they were measured."""
+    used = _used(results.rows)
+    found = [
+        ("", [k for k in used if k not in STABILITY]),
+        ("Motion and stability", [k for k in used if k in STABILITY]),
+    ]
+    return [(title, columns) for title, columns in found if columns or not title]
+
+
+def _grid(sweep: SweepView) -> list[tuple[Grid, list[tuple[str, list[Cell]]]]]:
+    """Tables of a sweep, ready to print: value, interval and latency of each cell, the best marked."""
+    found = []
+    for grid in sweep.grids:
+        digits = METRICS[grid.metric].digits
+        lines = []
+        for name, row, seconds in zip(grid.rows, grid.cells, grid.seconds, strict=True):
+            cells = []
+            for value, took in zip(row, seconds, strict=True):
+                if value is None:
+                    cells.append(Cell(wording.MISSING))
+                else:
+                    latency = "" if math.isnan(took) else f"{wording.seconds(took)} s"
+                    text = wording.number(value["mean"], digits)
+                    cells.append(Cell(text, wording.bounds(value, digits), latency, value["mean"] == grid.best))
+            lines.append((name, cells))
+        found.append((grid, lines))
+    return found
 
 
 def _hero(results: ReportData, clips: Sequence[Mapping[str, strips.Video]]) -> tuple[str, Viewer] | None:

@@ -18,10 +18,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from simforcing.evaluate.metrics import METRICS
-from simforcing.evaluate.report.data import GuidanceCurve, HorizonCurve, TrainingCurve
+from simforcing.evaluate.report.data import Curve, GuidanceCurve, HorizonCurve, Point, TrainingCurve
 from simforcing.evaluate.report.wording import TRAINED_RATIO, signed, with_interval
 from simforcing.evaluate.statistics import Difference, Interval
 
@@ -99,19 +99,75 @@ def guidance_plots(curves: Sequence[GuidanceCurve]) -> list[Plot]:
 
 
 @mpl.rc_context(STYLE)
+def curve_plots(curves: Sequence[Curve]) -> list[Plot]:
+    """A plot a title: its curves with their 95 % bands, over whatever was swept."""
+    plots = []
+    for title in dict.fromkeys(curve.title for curve in curves):
+        group = [curve for curve in curves if curve.title == title]
+        figure, axes = _figure()
+        for i, curve in enumerate(group):
+            _band(axes, i, curve.name, curve.x, curve.values)
+        label, unit, digits = _measured(group[0].metric)
+        axes.set_xlabel(group[0].x_label)
+        axes.set_ylabel(_axis(label, unit))
+        axes.set_xticks(sorted({x for curve in group for x in curve.x}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        _legend(axes, len(group))
+        said = "; ".join(f"{c.name}: {_ends(c.x, c.values, digits, c.x_label + ' {:g}')}" for c in group)
+        plots.append(_plot(figure, title, said))
+    return plots
+
+
+@mpl.rc_context(STYLE)
+def latency_plot(points: Sequence[Point], metric: str) -> Plot:
+    """Quality against latency: one point a setting, a colour a group."""
+    figure, axes = _figure(wide=True, height=3.8)
+    label, unit, digits = _measured(metric)
+    groups = list(dict.fromkeys(point.group for point in points))
+    for i, name in enumerate(groups):
+        group = sorted((p for p in points if p.group == name), key=lambda p: p.seconds)
+        style = _line(i, name) | {"linestyle": "none", "alpha": 0.85}
+        axes.plot([p.seconds for p in group], [p.value["mean"] for p in group], **style)
+    axes.set_xlabel("seconds of one clip (all stages)")
+    axes.set_ylabel(_axis(label, unit))
+    seconds = [point.seconds for point in points]
+    if max(seconds) > 10 * min(seconds):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    _legend(axes, len(groups), columns=4)
+    better = METRICS[metric].better or 1
+    best = max(points, key=lambda p: better * p.value["mean"])
+    fastest = min(points, key=lambda p: p.seconds)
+    said = "; ".join(
+        f"{word}: {p.name}, {with_interval(p.value, digits, unit)} in {p.seconds:.3g} s"
+        for word, p in (("best", best), ("fastest", fastest))
+    )
+    return _plot(figure, f"{label} against latency", said, wide=True)
+
+
+def _measured(metric: str) -> tuple[str, str, int]:
+    """Label, unit and digits of a metric or of latency."""
+    if metric == "latency":
+        return "one clip", "seconds", 3
+    return METRICS[metric].label, METRICS[metric].unit, METRICS[metric].digits
+
+
+@mpl.rc_context(STYLE)
 def horizon_plot(curves: Sequence[HorizonCurve]) -> Plot:
-    """PSNR of each frame index: how quality fades with the distance from the given frame."""
+    """A metric of each frame index: how quality fades with the distance from the given frame."""
     figure, axes = _figure(wide=True)
     for i, curve in enumerate(curves):
         _band(axes, i, curve.name, range(curve.first, curve.first + len(curve.values)), curve.values)
     axes.set_xlabel("frame index (0 is given)")
-    axes.set_ylabel("PSNR (dB)")
+    metric = METRICS[curves[0].metric]
+    axes.set_ylabel(_axis(metric.label, metric.unit))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(axes, len(curves), columns=4)
     said = "; ".join(
         f"{c.name}: {_ends(range(c.first, c.first + len(c.values)), c.values, 1, 'frame {}')}" for c in curves
     )
-    return _plot(figure, "PSNR of each predicted frame", said, wide=True)
+    return _plot(figure, f"{metric.label} of each predicted frame", said, wide=True)
 
 
 @mpl.rc_context(STYLE)
