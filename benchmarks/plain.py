@@ -1,6 +1,7 @@
 """A plain implementation of what the released code computes, on the same weights: the yardstick of the benchmarks.
 
-Legend: B batch, C channels, F latent frames, H W latent grid, S video tokens, A action tokens, L context tokens, D width.
+Legend: B batch, C channels, F latent frames, H W latent grid, S video tokens, A action tokens, L context tokens,
+D width.
 
 One clip at a time, one forward a guidance branch; every forward embeds its text, its actions and the time of every
 token, builds rotary tables and dense masks, and runs both experts over all tokens in masked attention with rotations
@@ -220,9 +221,7 @@ class Spent:
 
 
 @torch.no_grad()
-def rollout(
-    plain: Plain, start: "Start", stages: tuple[Steps, Steps], w: float, spent: Spent | None = None
-) -> Tensor:
+def rollout(plain: Plain, start: "Start", stages: tuple[Steps, Steps], w: float, spent: Spent | None = None) -> Tensor:
     """Both stages of one clip, in the latents' dtype; conditioned and unconditioned forward in turn, whatever w is."""
     spent = spent or Spent()
     noise, dtype = start.noise, start.noise.dtype

@@ -6,7 +6,8 @@
 
 A row's setting is [Ns, Nr, w]. The plain code does the same work for w = 0 as for any other w < 1 (both branches), so
 these rows share its time; its w = 1 needs the forwards of the simulation stage and of the conditioned branch alone,
-whose share of the same run is measured. With a batch of B, plain is B clips one after the other.
+whose share of the same run is measured. With a batch of B, plain is B clips one after the other, at the mean time of
+its forwards.
 """
 
 import argparse
@@ -31,43 +32,42 @@ def ours(model: WorldModel, start: Start, steps: tuple[int, int], w: float) -> t
     return made.real
 
 
-def compared(model: WorldModel, dtype: str, deadline: float, rounds: int) -> tuple[list[Row], float]:
-    """Rows of single clips, and the greatest difference between both results."""
+def single(model: WorldModel, dtype: str, rounds: int) -> tuple[list[Row], float, float]:
+    """Rows of single clips, the greatest difference between both results, seconds of a plain forward."""
     start = Start.random(1, DTYPES[dtype])
     plain, stages = Plain(model), tuple(model.flow.steps(n) for n in STEPS)
-    plain_s, ours_s = defaultdict(list), defaultdict(list)
-    worst, last = 0.0, 0.0
-    for i in range(rounds):
-        began = time.perf_counter()
-        if i and began + last > deadline:
-            break
+    plain_s, ours_s, forward_s = defaultdict(list), defaultdict(list), []
+    worst = 0.0
+    for _ in range(rounds):
         spent = Spent()
         reference = rollout(plain, start, stages, 0.6, spent)
+        forward_s.append((spent.sim + spent.on + spent.off) / forwards(STEPS))
         for w in (0.6, 0.0, 1.0):
-            if w == 0.6:
-                result = []
-                ours_s[w].append(seconds(lambda: result.append(ours(model, start, STEPS, 0.6))))
-                worst = max(worst, float((result[0] - reference).abs().max()))
-            else:
-                ours_s[w].append(seconds(lambda w=w: ours(model, start, STEPS, w)))
+            began = time.perf_counter()
+            result = ours(model, start, STEPS, w)
+            ours_s[w].append(time.perf_counter() - began)
             plain_s[w].append(spent.sim + spent.on + (0 if w == 1 else spent.off))
-        last = time.perf_counter() - began
+            if w == 0.6:
+                worst = max(worst, float((result - reference).abs().max()))
     threads = torch.get_num_threads()
-    return [Row([*STEPS, w], dtype, threads, 1, median(plain_s[w]), median(ours_s[w])) for w in ours_s], worst
+    rows = [Row([*STEPS, w], dtype, threads, 1, median(plain_s[w]), median(ours_s[w])) for w in ours_s]
+    return rows, worst, median(forward_s)
 
 
-def batched(model: WorldModel, dtype: str, steps: tuple[int, int], rounds: int) -> list[Row]:
-    """A batch of four against single clips, both ours and plain."""
-    plain, stages = Plain(model), tuple(model.flow.steps(n) for n in steps)
+def forwards(steps: tuple[int, int]) -> int:
+    """How many the plain code runs for one clip: one a simulation step, two a real step."""
+    return steps[0] + 2 * steps[1]
+
+
+def batched(model: WorldModel, dtype: str, steps: tuple[int, int], rounds: int, forward_s: float) -> list[Row]:
+    """A batch of four against single clips."""
     times = defaultdict(list)
     for _ in range(rounds):
         for batch in (1, 4):
             start = Start.random(batch, DTYPES[dtype])
             times[batch].append(seconds(lambda s=start: ours(model, s, steps, 0.6)))
-        single = Start.random(1, DTYPES[dtype])
-        times["plain"].append(seconds(lambda s=single: rollout(plain, s, stages, 0.6)))
-    threads = torch.get_num_threads()
-    return [Row([*steps, 0.6], dtype, threads, b, b * median(times["plain"]), median(times[b])) for b in (1, 4)]
+    threads, plain_s = torch.get_num_threads(), forwards(steps) * forward_s
+    return [Row([*steps, 0.6], dtype, threads, b, b * plain_s, median(times[b])) for b in (1, 4)]
 
 
 def main() -> None:
@@ -75,7 +75,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output")
     parser.add_argument("--full", action="store_true", help="all dtypes and thread counts, five rounds")
     options = parser.parse_args()
-    began = time.perf_counter()
     rows: list[Row] = []
     notes = []
     settings = [("float32", 1)]
@@ -84,13 +83,12 @@ def main() -> None:
     for dtype, threads in settings:
         torch.set_num_threads(threads)
         model = bench_model().to(DTYPES[dtype]).requires_grad_(False)
-        rounds = 5 if options.full else 2
-        rows += batched(model, dtype, (1, 1) if not options.full else STEPS, 1 if not options.full else 3)
-        found, worst = compared(model, dtype, began + 40 if not options.full else float("inf"), rounds)
+        found, worst, forward_s = single(model, dtype, 5 if options.full else 1)
         if worst > TOLERANCE[dtype]:
             sys.exit(f"ours and plain differ by {worst:.2g} in {dtype}: not the same model, nothing to compare")
+        steps, rounds = (STEPS, 3) if options.full else ((1, 1), 1)
+        rows += [*found, *batched(model, dtype, steps, rounds, forward_s)]
         notes.append(f"{dtype}, {threads} thread(s): results differ by {worst:.1e} at most")
-        rows = [*found, *rows] if not options.full else [*rows, *found]
     show(rows, notes, options.json)
 
 

@@ -13,8 +13,22 @@ import sys
 import time
 
 import torch
-from common import ACTIONS, CHANNELS, DTYPES, FRAMES, HEIGHT, TEXT, TEXT_DIM, WIDTH, Row, all_threads, bench_model
-from common import median, seconds, show
+from common import (
+    ACTIONS,
+    CHANNELS,
+    DTYPES,
+    FRAMES,
+    HEIGHT,
+    TEXT,
+    TEXT_DIM,
+    WIDTH,
+    Row,
+    all_threads,
+    bench_model,
+    median,
+    seconds,
+    show,
+)
 from plain import Plain, student_step
 
 from simforcing.model.world_model import WorldModel

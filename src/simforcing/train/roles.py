@@ -131,8 +131,8 @@ def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:
 def adapted(start: WorldModel, preparation: Preparation) -> WorldModel:
     """A teacher for other data: the weights of `start`, the statistics, words and conventions of the new data.
 
-    A start that says nothing about its inputs is an imported video model, whose latents, clips and words are free as far
-    as its widths allow. Projections of simulation that are still zero are left out: a teacher sees none.
+    A start that says nothing about its inputs is an imported video model, whose latents, clips and words are free as
+    far as its widths allow. Projections of simulation that are still zero are left out: a teacher sees none.
 
     Raises:
         SimForcingError: latents, clips or widths are of another kind, so the weights would mean nothing.
