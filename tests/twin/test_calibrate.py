@@ -1,6 +1,7 @@
 """Finding a camera from motion: silhouettes, evidence, fit, files, errors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,11 @@ from simforcing.twin.silhouette import ArmSurface, ExactMasks, splat
 SIZE = 64
 FIXED = {"camera_shift": 0.0, "camera_turn": 0.0}  # one camera for all episodes, which is what a joint fit finds
 TINY = Effort(
-    starts=600, descents=3, finalists=1, scan_width=32, coarse_width=48, middle_width=64,
+    starts=600, tries=8, descents=3, finalists=1, scan_width=32, coarse_width=48, middle_width=64,
     scan_frames=8, coarse_frames=10, middle_frames=12, frames=12,
-    coarse_generations=16, middle_generations=10, exact_generations=4,
+    try_generations=10, coarse_generations=16, middle_generations=10, exact_generations=4,
 )  # fmt: skip
+HARDLY = replace(TINY, starts=40, tries=2, descents=1, coarse_generations=2, middle_generations=2, exact_generations=1)
 
 
 def true_camera(robot: str, size: int) -> Camera:
@@ -117,7 +119,7 @@ def test_reduced_frames_are_averages():
     assert reduced(frames, 2, 2)[0, :, :, 0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
-def test_finds_the_camera_of_the_bundled_world_roughly_and_repeatably(arm: Robot):
+def test_finds_the_camera_of_the_bundled_world_roughly(arm: Robot):
     given = tracks(arm, range(2), size=SIZE, **FIXED)
     found = fit_camera(arm, given, effort=TINY, fovy=setting("widowx250s").fovy)
     centimetres, degrees, _ = apart(found.camera, true_camera("widowx250s", SIZE))
@@ -125,8 +127,14 @@ def test_finds_the_camera_of_the_bundled_world_roughly_and_repeatably(arm: Robot
     assert degrees < 5
     assert found.held_out.overlap > 2 * found.guess_held_out.overlap
     assert found.held_out.distance < found.guess_held_out.distance
-    again = fit_camera(arm, given, effort=TINY, fovy=setting("widowx250s").fovy)
-    assert (again.camera.pose == found.camera.pose).all()
+
+
+def test_the_same_seed_finds_the_same_camera(arm: Robot):
+    given = tracks(arm, range(1), size=SIZE, **FIXED)
+    one, two, other = (fit_camera(arm, given, effort=HARDLY, seed=seed).camera for seed in (3, 3, 4))
+    assert (one.pose == two.pose).all()
+    assert one.fovy == two.fovy
+    assert (one.pose != other.pose).any()
 
 
 @pytest.mark.slow
@@ -160,7 +168,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_writes_camera_report_and_overlays(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("simforcing.twin.camera_fit.QUICK", TINY)
+    monkeypatch.setattr("simforcing.twin.camera_fit.QUICK", HARDLY)
     out = tmp_path / "cameras" / "camera.json"
     words = ["twin", "calibrate", str(world), "--robot", "widowx250s", "--camera", "real", "-o", str(out)]
     assert main([*words, "--quick", "--fovy", "43"]) == 0

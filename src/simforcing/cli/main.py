@@ -71,6 +71,7 @@ EXTRAS = {
     "mujoco": "sim",
     "mink": "sim",
     "daqp": "sim",
+    "cma": "sim",
     "libero": "policy",
     "tensorboard": "track",
     "wandb": "track",

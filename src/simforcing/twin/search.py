@@ -129,7 +129,7 @@ def descend(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that its optional plotting is missing
-        import cma  # type: ignore[import-untyped]
+        import cma
 
     options = {"popsize": population, "maxiter": generations, "seed": seed + 1, "verbose": -9, "tolfun": 1e-7}
     step = STEP * [1.0, 1.0, depth, 1.0, 1.0, 1.0, 1.0]
