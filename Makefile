@@ -25,7 +25,7 @@ test: setup ## the tests that are not slow
 	$(PYTEST) -m "not slow"
 
 test-slow: setup ## the slow tests
-	$(PYTEST) -m slow || [ $$? = 5 ] # 5: there is none
+	$(PYTEST) -m slow --timeout 900 || [ $$? = 5 ] # 5: there is none
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

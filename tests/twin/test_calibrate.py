@@ -123,8 +123,8 @@ def test_finds_the_camera_of_the_bundled_world_roughly(arm: Robot):
     given = tracks(arm, range(2), size=SIZE, **FIXED)
     found = fit_camera(arm, given, effort=TINY, fovy=setting("widowx250s").fovy)
     centimetres, degrees, _ = apart(found.camera, true_camera("widowx250s", SIZE))
-    assert centimetres < 8
-    assert degrees < 5
+    assert centimetres < 3
+    assert degrees < 2.5
     assert found.held_out.overlap > 2 * found.guess_held_out.overlap
     assert found.held_out.distance < found.guess_held_out.distance
 
