@@ -97,3 +97,5 @@ def test_what_was_allowed_is_said(base):
 def test_a_way_of_sampling_is_what_is_compared(base):
     other = dataclasses.replace(base, guidance=None, real_steps=3, simulation="rendered", control="copy")
     protocol.check_same({"a": base, "b": other}, allow=protocol.METHOD)
+    with pytest.raises(SimForcingError):
+        protocol.check_same({"a": base, "b": other})

@@ -106,6 +106,9 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_settings_that_change_no_result_may_change(tmp_path: Path) -> None:
     claim_run(tmp_path / "run", {"training": {"lr": 0.1, "log_every": 20, "keep": 2}})
     claim_run(tmp_path / "run", {"training": {"lr": 0.1, "log_every": 5, "keep": 9}})
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["training"]["lr"] == 0.1
+    with pytest.raises(SimForcingError, match="lr"):
+        claim_run(tmp_path / "run", {"training": {"lr": 0.2, "log_every": 5, "keep": 9}})
 
 
 def test_a_damaged_description_is_an_error(tmp_path: Path) -> None:
