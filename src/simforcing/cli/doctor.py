@@ -107,6 +107,8 @@ class Doctor:
         return 0
 
     def _as_json(self, need: "Memory", name: str) -> str:
+        from simforcing.train.work import training
+
         rows = [asdict(row) | {"total": row.total, "fits": row.fits(self.gpu_gib)} for row in need.rows]
         return json.dumps(
             {
@@ -119,11 +121,14 @@ class Doctor:
                 "stages": rows,
                 "encoding": need.encoding(),
                 "disk": need.disk(self.windows),
+                "operations": training(need),
             },
             indent=2,
         )
 
     def _as_text(self, need: "Memory", name: str) -> str:
+        from simforcing.train.work import training
+
         count = "1 GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         lines = [
             f"{name} on {count}: memory per GPU in GiB, computed from the configuration, not measured.",
@@ -138,9 +143,10 @@ class Doctor:
             ("parameters", need.parameters(), 1),
             ("encoding, GiB", need.encoding(), _GIB),
             ("disk, GiB", need.disk(self.windows), _GIB),
+            ("operations, 10^12 (a multiply-add is two)", training(need), 10**12),
         ):
             lines += ["", f"{title}:"]
-            lines += [f"  {k:36} {f'{v:,}' if unit == 1 else f'{v / unit:.2f}':>14}" for k, v in values.items()]
+            lines += [f"  {k:36} {_number(v, unit):>14}" for k, v in values.items()]
         return "\n".join(lines)
 
     def checks(self) -> list[Callable[[], Check]]:
@@ -154,6 +160,11 @@ class Doctor:
             place = place.parent
         free = shutil.disk_usage(place).free / _GIB
         return Check("disk", free >= self.disk_gib, f"{free:.1f} GiB free at {place} ({self.disk_gib:g} wanted)")
+
+
+def _number(value: int, unit: int) -> str:
+    """A count as it is, bytes in GiB, operations to four digits."""
+    return f"{value:,}" if unit == 1 else f"{value / unit:.2f}" if unit == _GIB else f"{value / unit:.4g}"
 
 
 def _stage_lines(rows: "list[Row]", gpu_gib: float) -> list[str]:
