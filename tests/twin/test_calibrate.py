@@ -18,7 +18,7 @@ from simforcing.twin.evidence import Change, Evidence, agreement, reduced
 from simforcing.twin.playground import WorldConfig, episode, matrices
 from simforcing.twin.robot import Robot
 from simforcing.twin.scene import setting
-from simforcing.twin.silhouette import ArmSurface, ExactMasks, splat
+from simforcing.twin.silhouette import ArmSurface, ExactMasks, displaced, splat
 
 SIZE = 64
 FIXED = {"camera_shift": 0.0, "camera_turn": 0.0}  # one camera for all episodes, which is what a joint fit finds
@@ -113,6 +113,22 @@ def test_the_right_masks_have_the_best_score():
     assert 0.5 < off.distance < 4.0  # two of 32 pixels are four of 64, most of the shifted area is still common
 
 
+def test_displaced_masks_lose_what_leaves():
+    mask = np.zeros((1, 4, 5), bool)
+    mask[0, 0, 0] = mask[0, 2, 3] = True
+    assert np.argwhere(displaced(mask, 1, 1)[0]).tolist() == [[1, 1], [3, 4]]
+    assert np.argwhere(displaced(mask, -1, 0)[0]).tolist() == [[1, 3]]
+    assert (displaced(mask, 0, 0) == mask).all()
+
+
+@pytest.mark.slow
+def test_a_camera_that_is_moved_between_episodes_is_noticed(arm: Robot):
+    one = tracks(arm, range(1), size=SIZE, **FIXED)[0]
+    moved = replace(one, frames=np.roll(one.frames, (0, 3), axis=(1, 2)))  # the same episode, three pixels to the right
+    found = fit_camera(arm, [one, moved], effort=TINY, fovy=setting("widowx250s").fovy)
+    assert found.wander == pytest.approx(1.5, abs=0.7)  # either from the middle between them
+
+
 def test_reduced_frames_are_averages():
     frames = np.zeros((1, 4, 4, 3), np.uint8)
     frames[0, :2, :2] = 255
@@ -139,10 +155,15 @@ def test_the_same_seed_finds_the_same_camera(arm: Robot):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", [0, 3])
-def test_finds_the_camera_of_the_bundled_world_from_three_episodes(arm: Robot, first: int):
-    found = fit_camera(arm, tracks(arm, range(first, first + 3), size=128, **FIXED))
-    centimetres, degrees, per_cent = apart(found.camera, true_camera("widowx250s", 128))
+@pytest.mark.parametrize(
+    ("robot", "first", "world"),
+    [("widowx250s", 0, FIXED), ("widowx250s", 3, FIXED), ("panda", 3, FIXED), ("widowx250s", 0, {})],
+)
+def test_finds_the_camera_of_the_bundled_world_from_three_episodes(robot: str, first: int, world: dict[str, float]):
+    seen = Robot.load(robot, ee="ee")
+    found = fit_camera(seen, tracks(seen, range(first, first + 3), size=128, **world))
+    assert (found.wander > 0) == (not world)  # the world's own camera stands a little differently in every episode
+    centimetres, degrees, per_cent = apart(found.camera, true_camera(robot, 128))
     assert centimetres < 1.5
     assert degrees < 1.5
     assert per_cent < 3.0

@@ -21,7 +21,7 @@ class Calibrate:
     camera.overlays/ with one picture an episode: look at these before you use the camera.
 
     Example:
-      simforcing twin calibrate data/droid --robot panda.urdf --camera exterior_1 --per-episode -o cameras/ext1.json
+      simforcing twin calibrate data/droid --robot panda.urdf --camera camera_0 --per-episode -o cameras/left.json
     """
 
     data: Annotated[Path, tyro.conf.Positional]

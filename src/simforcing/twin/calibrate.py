@@ -31,6 +31,7 @@ _OVERLAY_FRAMES = 6
 _SHARED_FRAMES, _LEAST_FRAMES = 160, 24  # decoded of all episodes together, and of each
 _LIMIT_SLACK = 0.1  # radians or metres that a measured joint may be beyond its limit
 _TINT, _LINE = np.array([255.0, 90.0, 20.0]), np.array([255.0, 60.0, 0.0])
+_LEAST_WANDER = 0.03  # picture widths
 _LEAST_OVERLAP = 0.2  # of motion in held-out frames; below it a camera is doubtful
 
 
@@ -63,6 +64,8 @@ class Result:
             out.append("the default guess is no worse")
         if found.ambiguous:
             out.append("another camera explains the motion nearly as well")
+        if found.wander > _LEAST_WANDER * found.camera.width:
+            out.append(f"the camera moves by {found.wander:.0f} pixels between episodes, see --per-episode")
         return tuple(out)
 
 

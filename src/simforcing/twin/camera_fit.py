@@ -8,7 +8,7 @@ Legend: T frames of an episode, n arm joints, H W picture size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from simforcing.twin.camera import Camera, default_camera
 from simforcing.twin.evidence import Agreement, Evidence, agreement, reduced
 from simforcing.twin.robot import Robot
 from simforcing.twin.search import Goal, Orbit, Vector, descend, distinct
-from simforcing.twin.silhouette import ArmSurface, ExactMasks, splat
+from simforcing.twin.silhouette import ArmSurface, ExactMasks, displaced, splat
 
 Report = Callable[[str, float, str], None]
 """Called with a stage, the share of it that is done in [0, 1], and a few words."""
@@ -31,6 +31,9 @@ _LEAST_CHANGE = 5e-4  # share of pixels that must change between two frames, on 
 _PRIOR = 4e-4  # nats a pixel for each unit of `Orbit.unlikely`: decides where pictures do not
 _POPULATION, _SMALL_POPULATION = 12, 8  # of a search that is wide, and one that is about to end
 _DEPTH = 4.0  # how much wider it is along the distance once the rest is found
+_ALIGNMENTS = 3
+_FARTHEST = 5  # pixels of the exact round by which episodes are moved against each other at a time
+_STEADY = 0.004  # picture widths: a camera that moves less between episodes stands still
 _AMBIGUOUS = 0.03  # another camera whose score is this close (relative) is reported
 
 
@@ -82,7 +85,8 @@ class Calibration:
     """A camera, and how well it and the default guess predict the motion in held-out frames.
 
     score: log likelihood ratio a pixel (nats) of the fitted frames, the guess's beside it. rival: score of the best
-    clearly different camera found, 0 where there is none.
+    clearly different camera found, 0 where there is none. wander: by how many pixels at most the picture of an
+    episode is displaced against the average of all, 0 for a camera that stands still (or a single episode).
     """
 
     camera: Camera
@@ -91,6 +95,7 @@ class Calibration:
     score: float
     guess_score: float
     rival: float
+    wander: float
 
     @property
     def ambiguous(self) -> bool:
@@ -110,6 +115,7 @@ class Calibration:
             "guess_score": round(self.guess_score, 5),
             "rival_score": round(self.rival, 5),
             "ambiguous": self.ambiguous,
+            "wander_pixels": round(self.wander, 2),
         }
 
 
@@ -121,6 +127,24 @@ class _Sample:
     opening: Float64[np.ndarray, " T"]
     frames: Sequence[UInt8[np.ndarray, "H W 3"]]
     pairs: Int[np.ndarray, "P 2"]
+    track: Int[np.ndarray, " T"]  # number of the track of each frame
+
+    def of(self, track: int) -> "_Sample":
+        """The part of one track."""
+        rows = np.flatnonzero(self.track == track)
+        pairs = self.pairs[self.track[self.pairs[:, 0]] == track] - rows[0]
+        pictures = [self.frames[i] for i in rows.tolist()]
+        return _Sample(self.q[rows], self.opening[rows], pictures, pairs, self.track[rows])
+
+    def moved(self, offsets: Float64[np.ndarray, "E 2"]) -> "_Sample":
+        """The pictures of each track moved by (down, right) pixels; what comes in is as at the border."""
+        from scipy.ndimage import shift
+
+        pictures = [
+            np.asarray(shift(f, (*offsets[int(t)], 0.0), order=1, mode="nearest"))
+            for f, t in zip(self.frames, self.track, strict=True)
+        ]
+        return replace(self, frames=pictures)
 
     def evidence(self, height: int, width: int) -> Evidence:
         return Evidence(reduced(np.stack(self.frames), height, width), self.pairs)
@@ -146,13 +170,14 @@ def fit_camera(
         found = search.coarse(tell)
         found = search.middle(found, tell)
         start = max(found, key=lambda x: search.exact_score(search.orbit.camera(x)))
+        start = search.align(start, len(tracks), tell)
         camera = search.exact(start, tell)
         guess = default_camera(robot, width, height)
         rivals = distinct([search.orbit.coordinates(camera), *found], 9, least=4.0)[1:]
         score, guess_score = search.exact_score(camera), search.exact_score(guess)
         rival = max((search.exact_score(search.orbit.camera(x)) for x in rivals), default=0.0)
         errors = [search.held_out(c) for c in (camera, guess)]
-    return Calibration(camera, errors[0], errors[1], score, guess_score, rival)
+    return Calibration(camera, errors[0], errors[1], score, guess_score, rival, search.wander)
 
 
 class _Search:
@@ -166,7 +191,7 @@ class _Search:
             _reduced_size(height, width, w)
             for w in (how.scan_width, how.coarse_width, how.middle_width, how.exact_width)
         ]
-        self.full = (height, width)
+        self.full, self.wander = (height, width), 0.0
         fit, rest = _split(tracks)
         self.fewest = _sample(fit, how.scan_frames, how.pairs_per_frame)
         self.few = _sample(fit, how.coarse_frames, how.pairs_per_frame)
@@ -239,8 +264,51 @@ class _Search:
         goal, how = self._goal(self.some, self.sizes[2]), self.how
         chosen = distinct(found, how.finalists)
         out = self._improve(goal, chosen, 0.4, how.middle_generations, lambda s, w: tell("compare", s, w))
-        best = self._improve(goal, out[:1], 0.1, 2 * how.middle_generations, lambda s, w: tell("settle", s, w), _DEPTH)
-        return best + out
+        return [*self._settle(goal, out[0], tell), *out]
+
+    def _settle(self, goal: Goal, start: Vector, tell: Report) -> list[Vector]:
+        generations = 2 * self.how.middle_generations
+        return self._improve(goal, [start], 0.1, generations, lambda s, w: tell("settle", s, w), _DEPTH)
+
+    def align(self, start: Vector, tracks: int, tell: Report) -> Vector:
+        """Take out how a camera that is not quite still differs from episode to episode: displace their pictures so
+        that one camera suits them all, keeping their average, and improve that. Nothing where it stands still.
+        """
+        if tracks == 1:
+            return start
+        total = np.zeros((tracks, 2))
+        some, many = self.some, self.many
+        for _ in range(_ALIGNMENTS):
+            total += self._displacement(self.orbit.camera(start), tracks)
+            if np.abs(total).max() < _STEADY * self.full[1]:
+                break
+            self.wander = float(np.linalg.norm(total, axis=1).max())
+            self.some, self.many = some.moved(-total), many.moved(-total)
+            self._exact = self.many.evidence(*self.sizes[3])
+            start = self._settle(self._goal(self.some, self.sizes[2]), start, tell)[0]
+        return start
+
+    def _displacement(self, camera: Camera, tracks: int) -> Float64[np.ndarray, "E 2"]:
+        """By how many pixels (down, right) of the full picture each track lies off silhouettes of one camera, apart
+        from what all have in common.
+        """
+        masks, shifted = self._drawn(camera, self.many), self._shifted(camera)
+        track = self.many.track
+        out = np.empty((tracks, 2))
+        for i in range(tracks):
+            seen, ours = self.many.of(i).evidence(*self.sizes[3]), track[self.many.pairs[:, 0]] == i
+            table = np.array(
+                [
+                    [
+                        seen.score(displaced(masks[track == i], down, right), displaced(shifted[ours], down, right))
+                        for right in range(-_FARTHEST, _FARTHEST + 1)
+                    ]
+                    for down in range(-_FARTHEST, _FARTHEST + 1)
+                ]
+            )
+            row, column = np.unravel_index(int(table.argmax()), table.shape)
+            out[i] = _peak(table[:, column], int(row)), _peak(table[row], int(column))
+        return np.asarray((out - out.mean(axis=0)) * self.full[1] / self.sizes[3][1])
 
     def _improve(
         self,
@@ -301,6 +369,15 @@ class _Search:
         return agreement(change, self._drawn(camera, self.unseen), self.unseen.pairs, self.full[1])
 
 
+def _peak(values: Float64[np.ndarray, " n"], top: int) -> float:
+    """Place of the largest value relative to the middle, between samples by a parabola."""
+    if not 0 < top < len(values) - 1:
+        return top - len(values) // 2
+    before, here, after = values[top - 1 : top + 2]
+    bend = before - 2 * here + after
+    return float(top - len(values) // 2 + (0.5 * (before - after) / bend if bend < 0 else 0.0))
+
+
 def _size(tracks: Sequence[Track]) -> tuple[int, int]:
     """Height and width of the pictures."""
     if not tracks:
@@ -338,15 +415,16 @@ def _sample(tracks: Sequence[Track], frames: int, pairs_per_frame: float) -> _Sa
     """About `frames` frames in all, spread over the motion, and pairs of them: half close in time, half apart."""
     share = max(4, round(frames / len(tracks)))
     random = np.random.default_rng(0)
-    q, opening, pictures, pairs, count = [], [], [], [], 0
-    for track in tracks:
+    q, opening, pictures, pairs, owner, count = [], [], [], [], [], 0
+    for number, track in enumerate(tracks):
         picked = _spread(track.q, share)
         q.append(track.q[picked])
         opening.append(track.opening[picked])
         pictures += list(track.frames[picked])
         pairs.append(count + _pairs(len(picked), round(pairs_per_frame * len(picked)), random))
+        owner += [number] * len(picked)
         count += len(picked)
-    return _Sample(np.concatenate(q), np.concatenate(opening), pictures, np.concatenate(pairs))
+    return _Sample(np.concatenate(q), np.concatenate(opening), pictures, np.concatenate(pairs), np.array(owner))
 
 
 def _spread(q: Float64[np.ndarray, "T n"], count: int) -> Int[np.ndarray, " t"]:

@@ -150,6 +150,21 @@ class _Canvas:
         return out[self._crop]
 
 
+def displaced(masks: Bool[np.ndarray, "T H W"], down: int, right: int) -> Bool[np.ndarray, "T H W"]:
+    """Masks moved by whole pixels; nothing comes in at the border."""
+    out = np.zeros_like(masks)
+    target, source = zip(
+        *(_overlap(n, step) for n, step in zip(masks.shape[1:], (down, right), strict=True)), strict=True
+    )
+    out[(slice(None), *target)] = masks[(slice(None), *source)]
+    return out
+
+
+def _overlap(size: int, step: int) -> tuple[slice, slice]:
+    """Where something of `size` that moves by `step` arrives, and from where."""
+    return slice(max(step, 0), size + min(step, 0)), slice(max(-step, 0), size + min(-step, 0))
+
+
 def _widened(mask: Bool[np.ndarray, "T H W"]) -> Bool[np.ndarray, "T H W"]:
     """Dilated by a square of 3x3 pixels."""
     tall = mask.copy()
