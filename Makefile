@@ -1,7 +1,7 @@
-# make demo | test | lint | types; `make` alone lists the targets.
+# make demo | study | test | lint | types; `make` alone lists the targets.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-demo demo test test-slow lint format types ci clean
+.PHONY: help setup setup-demo demo study test test-slow lint format types ci clean
 
 BIN := .venv/bin
 # Two workers of one thread each are faster than one worker of two threads.
@@ -26,6 +26,9 @@ test: setup ## the tests that are not slow
 
 test-slow: setup ## the slow tests
 	$(PYTEST) -m slow --timeout 900 || [ $$? = 5 ] # 5: there is none
+
+study: setup-demo ## the paper's claims tested, two to three hours, into docs/results.md; goes on where it was stopped
+	$(BIN)/simforcing study --out runs/study --results docs/results.md --workers $(WORKERS)
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 python scripts/ship.py runs/teacher teacher
 python scripts/ship.py runs/shipped-student/student student
+python scripts/ship.py runs/study/runs/full-0 student --made-by "simforcing study"
 """
 
 import json
@@ -25,6 +26,7 @@ class Args:
 
     run: Annotated[Path, tyro.conf.Positional]
     name: Annotated[Literal["teacher", "student"], tyro.conf.Positional]
+    made_by: str | None = None  # for the card; default the script that pre-trains such a model
 
 
 def main(args: Args) -> None:
@@ -39,7 +41,7 @@ def main(args: Args) -> None:
         "held_out": {k: v for k, v in last.items() if k.startswith("val_")},
         "machine": describe_machine(),
         "code": code_version(),
-        "made_by": "scripts/pretrain_teacher.py" if args.name == "teacher" else "scripts/pretrain_student.py",
+        "made_by": args.made_by or f"scripts/pretrain_{args.name}.py",
         "data": "simulated and 'real' views of the bundled world; no robot was involved",
     }
     target = ASSETS / args.name

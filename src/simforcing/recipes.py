@@ -6,6 +6,7 @@ from simforcing.data.episode import nearest
 from simforcing.data.windows import ClipRule
 from simforcing.errors import SimForcingError
 from simforcing.model.experts import ExpertConfig
+from simforcing.policy.recipe import PolicyRecipe
 from simforcing.train.config import TrainConfig
 from simforcing.train.objective import ObjectiveConfig
 from simforcing.train.recipe import TO_SUPPLY, WAN_CODEC, WAN_TEXT, Recipe
@@ -41,6 +42,18 @@ RECIPES["tiny"] = replace(
     notes=(
         *RECIPES["demo"].notes,
         "For your own robot on a CPU: words are hashed, so that any instruction works without a text model.",
+    ),
+)
+RECIPES["study"] = replace(
+    RECIPES["demo"],
+    teacher=replace(RECIPES["demo"].teacher, seconds=None, steps=600),
+    student=replace(_DEMO_RUN, seconds=None, steps=300),
+    baseline=replace(_DEMO_RUN, seconds=None, steps=300),
+    objective=ObjectiveConfig(syn_share=0.25),
+    notes=(
+        *RECIPES["demo"].notes,
+        "The paper's weights of the objective; a quarter of each batch estimates the simulated branch. Runs are "
+        "counted in steps, so that they can be repeated exactly.",
     ),
 )
 
@@ -132,6 +145,70 @@ RECIPES["interndata-wan5b"] = replace(
         "Windows are encoded every 16 steps, our choice: a cache of every window would be sixteen times larger.",
     ),
 )
+
+
+# -- policies -------------------------------------------------------------------------------------------------------
+
+POLICIES: dict[str, PolicyRecipe] = {
+    "policy-tiny": PolicyRecipe(
+        video=RECIPES["tiny"].video,
+        action=RECIPES["tiny"].action,
+        rule=ClipRule(frames=9, stride=4, height=64, width=64),
+        codec="bundled",
+        text=RECIPES["tiny"].text,
+        text_length=32,
+        text_pooling="mean",
+        action_positions="frame",
+        training=TrainConfig(steps=3000, batch_size=16, lr=1e-3),
+        window_every=2,
+        notes=(
+            "The sizes of 'demo' and 'tiny', so that their teachers and students can be started from (with --text "
+            "minilm from those of 'demo'). 64 x 64 pixels a camera; sizes, steps and learning rate are our choice.",
+        ),
+    ),
+    "policy-libero": PolicyRecipe(
+        video=RECIPES["bridge-wan5b"].video,
+        action=RECIPES["bridge-wan5b"].action,
+        rule=ClipRule(frames=9, stride=4, height=224, width=224),
+        codec=WAN_CODEC,
+        text=WAN_TEXT,
+        text_length=128,
+        text_pooling="tokens",
+        text_padding="zeros",
+        action_positions="index",
+        training=TrainConfig(
+            epochs=10.0,
+            batch_size=16,
+            lr=1e-4,
+            warmup=0.05,
+            final_lr=0.01,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            clip=1.0,
+            checkpoint_seconds=1800.0,
+            validate_seconds=1800.0,
+        ),
+        after_end="still",
+        notes=(
+            "FastWAM's values for LIBERO: every row of every episode begins a window of 33. Batch 16 a process; it "
+            "trains on 8 GPUs, so on 128 windows a step, with --seed 42.",
+            f"To supply: {TO_SUPPLY[WAN_CODEC]}; {TO_SUPPLY[WAN_TEXT]}; and --start with what to start from.",
+            "Not FastWAM's: episodes are held out, statistics are of the others, no weight decay on norms, biases and "
+            "modulations (docs/decisions.md).",
+        ),
+    ),
+}
+
+
+def policy_recipe(name: str, codec: str | None = None, text: str | None = None) -> PolicyRecipe:
+    """The policy recipe of this name, ready for a run: with the user's codec and text encoder where it needs them.
+
+    Raises:
+        SimForcingError: there is none (says which is nearest), or it needs a source that is not given (says which).
+    """
+    if name not in POLICIES:
+        raise SimForcingError(f"no policy recipe {name!r}; {nearest(name, POLICIES)}")
+    return POLICIES[name].with_sources(codec, text)
 
 
 def named(name: str) -> Recipe:

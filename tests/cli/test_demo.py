@@ -28,8 +28,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 PARENT = """
 import subprocess, time
-from simforcing.cli.demo import _ends_with_us
-child = subprocess.Popen(["sleep", "100"], preexec_fn=_ends_with_us())
+from simforcing.cli.demo import ends_with_us
+child = subprocess.Popen(["sleep", "100"], preexec_fn=ends_with_us())
 print(child.pid, flush=True)
 time.sleep(100)
 """

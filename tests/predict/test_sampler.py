@@ -21,6 +21,7 @@ from simforcing.predict.sampler import (
     SamplerConfig,
     sample,
     shared_condition,
+    solved,
     start_noise,
     two_stages,
 )
@@ -481,3 +482,71 @@ def test_noise_belongs_to_the_clip_and_not_to_its_place() -> None:
 def test_every_clip_needs_a_seed() -> None:
     with pytest.raises(SimForcingError, match="2 seeds for 3 clips"):
         start_noise(torch.zeros(3, 2, 1, 4, 4), 5, [7, 8])
+
+
+# -- solvers, and guidance in part of the noise range ---------------------------------------------------------------
+
+
+def test_euler_is_the_default_and_second_order_solvers_are_what_they_are_called(case: Case) -> None:
+    model = tiny()
+    default = run(model, case, Guidance(0.6))
+    assert torch.equal(default, run(model, case, Guidance(0.6), config=SamplerConfig(solver="euler")))
+    context, mask = model.context(case.inputs.text, case.inputs.text_mask, case.inputs.proprio)
+
+    @torch.no_grad()
+    def velocity(x: Tensor, t: float) -> Tensor:
+        found = model.velocity(x, torch.full((3,), t), case.inputs.action, context, mask)
+        return torch.cat([torch.zeros_like(case.first), found[:, :, 1:]], dim=2)
+
+    x = torch.cat([case.first, case.noise[:, :, 1:]], dim=2)
+    midpoint = heun = x
+    times = [*model.flow.steps(2).timesteps.tolist(), 0.0]
+    for i, delta in enumerate(model.flow.steps(2).deltas.tolist()):
+        half = midpoint + delta / 2 * velocity(midpoint, times[i])
+        midpoint = midpoint + delta * velocity(half, (times[i] + times[i + 1]) / 2)
+        v = velocity(heun, times[i])
+        if i == 0:
+            v = (v + velocity(heun + delta * v, times[1])) / 2
+        heun = heun + delta * v
+    for solver, expected in (("midpoint", midpoint), ("heun", heun)):
+        found = run(model, case, steps=2, config=SamplerConfig(solver=solver))
+        torch.testing.assert_close(found, expected, **SAME)
+
+
+@pytest.mark.parametrize(("solver", "least"), [("euler", 1.8), ("midpoint", 3.6), ("heun", 3.6)])
+def test_error_falls_with_the_order_of_the_solver(solver: Any, least: float) -> None:
+    start = torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)
+    exact = math.exp(-0.5)  # of dx / d sigma = sigma x from 1 to 0
+
+    def error(steps: int) -> float:
+        found = solved(start, lambda x, t: t / 1000 * x, Flow().steps(steps), solver)
+        return abs(float(found) - exact)
+
+    assert least < error(40) / error(80) < least + 0.9
+
+
+@pytest.mark.parametrize("attention", ["first_frame_causal", "bidirectional"])
+def test_guidance_in_part_of_the_noise_range(case: Case, attention: str) -> None:
+    model, guidance = tiny(attention=attention), Guidance(0.6, noise=(0.8, 1.0))
+    levels = (model.flow.steps(3).timesteps / model.flow.train_steps).tolist()
+    assert [level >= 0.8 for level in levels] == [True, True, False]
+    states = states_of(model, case, guidance)
+    assert torch.equal(states[2], states_of(model, case, Guidance(0.6))[2])  # two steps are the same
+    plain = states_of(model, case, Guidance(0.0))
+    expected = by_hand(model, case, Guidance(0.6))
+    context, mask = model.context(case.inputs.text, case.inputs.text_mask, case.inputs.proprio)
+    with torch.no_grad():
+        last = model.velocity(expected[2], torch.full((3,), 1000 * levels[2]), case.inputs.action, context, mask)
+    delta = float(model.flow.steps(3).deltas[2])
+    torch.testing.assert_close(states[3][:, :, 1:], (expected[2] + delta * last)[:, :, 1:], **SAME)
+    assert not torch.equal(states[3], plain[3])
+    everywhere = run(model, case, Guidance(0.6, noise=(0.0, 1.0)))
+    assert torch.equal(everywhere, run(model, case, Guidance(0.6)))
+    nowhere = run(model, case, Guidance(0.6, noise=(0.0, 0.1)))
+    assert torch.equal(nowhere, run(model, case, Guidance(0.0)))
+
+
+def test_levels_that_are_none_are_refused() -> None:
+    for noise in ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1)):
+        with pytest.raises(SimForcingError, match="0 <= low < high <= 1"):
+            Guidance(0.6, noise=noise)

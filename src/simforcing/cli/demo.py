@@ -195,7 +195,7 @@ def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
                     stdout=stream,
                     stderr=stream,
                     env=environment,
-                    preexec_fn=_ends_with_us(),
+                    preexec_fn=ends_with_us(),
                 )
             running.append((run, process))
         while any(process.poll() is None for _, process in running):
@@ -214,7 +214,7 @@ def together(commands: Sequence[Sequence[str]], out: Path, report: Any) -> None:
                 process.wait()
 
 
-def _ends_with_us() -> Callable[[], None] | None:
+def ends_with_us() -> Callable[[], None] | None:
     """What a child calls before it begins, so that on Linux it gets SIGTERM when this process ends, however."""
     if not sys.platform.startswith("linux"):
         return None

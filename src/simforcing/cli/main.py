@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from simforcing import __version__
+from simforcing.cli import policy
 from simforcing.errors import SimForcingError
 
 
@@ -60,7 +61,9 @@ COMMANDS = (
     Command(("evaluate",), "evaluate:Evaluate", "numbers with their protocol"),
     Command(("sweep", "guidance"), "sweep:SweepGuidance", "guidance weight against retention, restartable"),
     Command(("sweep", "steps"), "sweep:SweepSteps", "steps of both stages against quality and latency"),
+    Command(("study",), "study:Study", "baselines, ablations and sweeps over seeds, a verdict on each claim"),
     Command(("report",), "report:Report", "one page of a folder of results and sweeps"),
+    *(Command(("policy", word), target, summary) for word, target, summary in policy.ROWS),
     Command(("import",), "convert:Import", "the authors' or Wan2.2's weights to a model directory"),
     Command(("export",), "convert:Export", "a model directory to the authors' checkpoint file"),
     Command(("doctor",), "doctor:Doctor", "check this machine"),
@@ -72,7 +75,10 @@ EXTRAS = {
     "mink": "sim",
     "daqp": "sim",
     "cma": "sim",
-    "libero": "policy",
+    "libero": "libero",
+    "robosuite": "libero",
+    "websockets": "serve",
+    "msgpack": "serve",
     "tensorboard": "track",
     "wandb": "track",
     "transformers": "text",

@@ -1,22 +1,19 @@
 """`simforcing train`: teacher, student or baseline."""
 
-import sys
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from simforcing.cli.training import TrainingOptions
 from simforcing.errors import SimForcingError
 
 if TYPE_CHECKING:
     import torch
 
     from simforcing.model.world_model import WorldModel
-    from simforcing.train.checkpoint import Progress
     from simforcing.train.config import TrainConfig
-    from simforcing.train.loop import Run
     from simforcing.train.parallel import Team
     from simforcing.train.recipe import Recipe
     from simforcing.train.roles import Data, Objective
@@ -25,7 +22,7 @@ TEACHER = "bundled"
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(TrainingOptions):
     """Train a teacher (simulation), a student (pairs, under a frozen teacher) or a baseline (real video only).
 
     Resumes by itself from OUT; a run of another configuration or other data there is refused. SIGTERM saves and stops.
@@ -41,81 +38,36 @@ class Train:
     """What to train."""
     data: Path
     """Cache that `encode` made."""
-    out: Path
-    """Directory of the run."""
     teacher: str | None = None
     """Model directory to start from, or 'bundled', the one that ships. A student needs one; a baseline may have one. A
     teacher may start from another robot's: it keeps the weights and takes the new data's statistics."""
     recipe: str = "demo"
     """Sizes, optimisation and objective."""
+    preset: str | None = None
+    """A named training; what it sets comes before --set. Student: full (the method), joint, no-distillation,
+    no-conditioning, value, unanchored, light. Baseline: scratch, real-only (from --teacher). Teacher: teacher."""
     codec: str | None = None
     """Codec that the latents were made with, where the recipe's does not come with the package."""
     text: str | None = None
     """Text encoder, likewise: umt5:DIR, or a directory of embeddings."""
     compat: Literal["corrected", "released"] = "corrected"
     """released: the student's objective as the released code computes it, its defects included."""
-    seconds: float | None = None
-    """Length of the run in seconds of training; default the recipe's."""
-    steps: int | None = None
-    """Length of the run in steps, instead of seconds."""
-    batch_size: int | None = None
-    """Clips a process and backward pass; default the recipe's."""
-    accumulate: int | None = None
-    """Backward passes a step."""
-    lr: float | None = None
-    """Peak learning rate; default the recipe's."""
-    set: tuple[str, ...] = ()
-    """Fields of the recipe, such as objective.motion_target=value or training.ema=0.999."""
     lora: int | None = None
     """Train adapters of this rank on frozen projections, instead of all weights; needs --teacher."""
-    seed: int = 0
-    """Weights, order and noise follow from it."""
-    device: str = "auto"
-    """cpu, cuda, or auto: a GPU where there is one."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What is computed in; auto: bfloat16 on a GPU. Weights that are trained and their gradients stay float32."""
-    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
-    """How processes that torchrun started share the work; auto: ddp where a GPU holds everything, else fsdp."""
-    recompute: bool = False
-    """Keep only the input of each block for the backward pass: less memory, a third more time."""
-    result: Literal["last", "best"] = "last"
-    """Weights to write: the last to OUT/model, or those that were best in validation to OUT/model-best."""
-    wandb: str | None = None
-    """Project of Weights & Biases to log to as well."""
-    threads: int | None = None
-    """CPU threads; default all."""
 
-    def run(self) -> int:
-        """Trains to the end and prints where the model is."""
-        import os
-
-        try:
-            return self._run()
-        except SimForcingError:
-            if os.environ.get("RANK", "0") == "0":
-                raise
-            return 2  # the main process says it
-
-    def _run(self) -> int:
-        import torch
-
-        from simforcing.model.device import pick_device
+    def train(self, device: "torch.device") -> int:
+        """See `TrainingOptions.train`."""
         from simforcing.train.parallel import assembled
         from simforcing.train.roles import Data, check_fits
 
-        if self.threads is not None:
-            if self.threads < 1:
-                raise SimForcingError(f"--threads {self.threads}: give at least 1")
-            torch.set_num_threads(self.threads)
-        device = pick_device(self.device)
         found = self._recipe()
-        config = self._config(found)
+        config = self.lasting(found.training(self.role))
         data = Data(self.data, self.data / "split.json", found)
         start = self._start()
         imported = start is not None and start.preparation is None and self.role != "student"
         if start is not None and self.role != "teacher" and not imported:
             check_fits(start, data.header, f"the model {self.teacher}")
-        compute = self._compute(device)
+        compute = self.compute(device)
         model, loss = self._model(found, data, start, compute)
         with assembled(self.parallel, device, sum(p.numel() for p in model.parameters())) as team:
             description = self._description(found, config, data, team.size, compute)
@@ -131,10 +83,9 @@ class Train:
         compute: "torch.dtype",
         description: dict[str, Any],
     ) -> int:
-        from simforcing.cli.show import progress
         from simforcing.cli.watch import Rollouts
         from simforcing.train.directory import claim_run
-        from simforcing.train.loop import Run, Stopped, train
+        from simforcing.train.loop import Run
         from simforcing.train.parallel import Arrangement
         from simforcing.train.validate import validation
 
@@ -153,47 +104,7 @@ class Train:
             arrangement=Arrangement(compute, self.recompute),
             wandb=self.wandb,
         )
-        with progress() if team.main else nullcontext() as report:
-
-            def show(passed: float, row: dict[str, Any]) -> None:
-                words = f"step {row['step']}" + (f", loss {row['total']:.3f}" if "total" in row else "")
-                if "skipped_step" in row:
-                    print(
-                        f"step {row['skipped_step']} skipped, not finite: {', '.join(row['skipped_clips'])}",
-                        file=sys.stderr,
-                    )
-                if report is not None:
-                    report(f"training the {self.role}", passed, words)
-
-            run.report = show
-            try:
-                done = train(run)
-            except Stopped as stop:
-                if team.main:
-                    print(
-                        f"stopped after step {stop.step} and saved; the same command goes on from there",
-                        file=sys.stderr,
-                    )
-                raise
-        return self._written(run, done)
-
-    def _written(self, run: "Run", done: "Progress") -> int:
-        from simforcing.train.checkpoint import load_weights
-        from simforcing.train.parallel import whole
-
-        target, step = self.out / "model", done.step
-        if self.result == "best":
-            if done.best_step is None:
-                raise SimForcingError(f"{self.out} was not validated, so no checkpoint is the best")
-            target, step = self.out / "model-best", done.best_step
-            checkpoint = self.out / "checkpoints" / f"step-{step:08d}"
-            load_weights(checkpoint, run.model, averaged=run.config.ema is not None, team=run.team)
-        if not run.team.on_main(target.exists):
-            trained = whole(run.model, run.team)
-            run.team.on_main(lambda: trained.save_pretrained(target))
-        if run.team.main:
-            print(f"{target}: {self.role} after {step} steps, {done.seconds:.0f} s of training")
-        return 0
+        return self.carry_out(run, self.role)
 
     def _recipe(self) -> "Recipe":
         from dataclasses import replace
@@ -201,6 +112,7 @@ class Train:
         from simforcing.data.cache import read_header
         from simforcing.recipes import named, recipe
         from simforcing.train.overrides import overridden
+        from simforcing.train.presets import preset
         from simforcing.train.recipe import TO_SUPPLY
 
         text = self.text
@@ -209,26 +121,10 @@ class Train:
         found = recipe(self.recipe, self.codec, text)
         if self.compat == "released":
             found = replace(found, objective=found.objective.as_released())
-        return overridden(found, self.role, self.set)
-
-    def _compute(self, device: "torch.device") -> "torch.dtype":
-        import torch
-
-        half = self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
-        return torch.bfloat16 if half else torch.float32
-
-    def _config(self, found: "Recipe") -> "TrainConfig":
-        from dataclasses import replace
-
-        if self.seconds is not None and self.steps is not None:
-            raise SimForcingError("--seconds and --steps are two ways to say the same; give one")
-        config = replace(found.training(self.role), seed=self.seed)
-        if self.steps is not None:
-            config = config.lasting(steps=self.steps)
-        if self.seconds is not None:
-            config = config.lasting(seconds=self.seconds)
-        given = {name: getattr(self, name) for name in ("batch_size", "accumulate", "lr")}
-        return replace(config, **{name: value for name, value in given.items() if value is not None})
+        settings = self.set
+        if self.preset is not None:
+            settings = (*preset(self.preset, self.role, self.teacher is not None).settings, *settings)
+        return overridden(found, self.role, settings)
 
     def _start(self) -> "WorldModel | None":
         from simforcing.model.world_model import WorldModel, bundled_teacher
@@ -264,14 +160,11 @@ class Train:
     def _description(
         self, found: "Recipe", config: "TrainConfig", data: "Data", processes: int, compute: "torch.dtype"
     ) -> dict[str, Any]:
-        """What defines the run. `batch_size` is of a step, however many processes and backward passes share it."""
-        training = asdict(config) | {"batch_size": config.clips(processes)}
-        del training["accumulate"]
+        """What defines the run."""
         started = {
             "role": self.role,
             "recipe": self.recipe,
-            "training": training,
-            "precision": str(compute).removeprefix("torch."),
+            **self.described(config, processes, compute),
             "lora": self.lora,
             "start": "scratch" if self.teacher is None else fingerprint(self.teacher),
         }

@@ -23,7 +23,7 @@ from simforcing.evaluate.perceptual import Perceptual
 from simforcing.evaluate.protocol import Protocol, hash_clips
 from simforcing.evaluate.results import Result
 from simforcing.predict.predictor import Predictor, Start
-from simforcing.predict.sampler import Guidance
+from simforcing.predict.sampler import Guidance, SamplerConfig, Solver
 
 Control = Literal["", "copy", "codec", "exchanged-actions", "other-simulation", "corrupted-simulation"]
 CONTROLS: tuple[str, ...] = get_args(Control)
@@ -41,6 +41,7 @@ class Way:
     control: what is spoilt on purpose: `copy` and `codec` (the codec's own reconstruction) replace the prediction;
         `exchanged-actions` gives each clip those of another episode, in both stages; `other-simulation` the simulation
         of another episode's clip; `corrupted-simulation` shrinks it and adds noise (`CORRUPTED`).
+    noise: noise levels at which the simulation is followed.
     """
 
     w: float = 0.6
@@ -49,11 +50,25 @@ class Way:
     kind: Literal["branches", "soft"] = "branches"
     control: Control = ""
     seed: int = 0
+    noise: tuple[float, float] = (0.0, 1.0)
+    solver: Solver = "euler"
 
     @property
     def guidance(self) -> Guidance:
         """For the sampler."""
-        return Guidance(self.w, self.kind)
+        return Guidance(self.w, self.kind, noise=self.noise)
+
+    @property
+    def config(self) -> SamplerConfig:
+        """For the sampler of the real stage."""
+        return SamplerConfig(solver=self.solver)
+
+    @property
+    def how(self) -> str:
+        """Kind of guidance, and in what the way departs from the paper's."""
+        low, high = self.noise
+        part = "" if (low, high) == (0.0, 1.0) else f" at noise {low:g} to {high:g}"
+        return f"{self.kind}{part}" + ("" if self.solver == "euler" else f", {self.solver}")
 
     @property
     def samples(self) -> bool:
@@ -118,7 +133,7 @@ class Rollouts:
     def real(self, way: Way, start: Start | None = None) -> Float[Tensor, "N C F h w"]:
         """Predicted real latents; `start` replaces the usual one in both stages."""
         given = self.start(way) if start is None else start
-        return self.predictor.real(given, way.real_steps, self.simulation(way, start), way.guidance)
+        return self.predictor.real(given, way.real_steps, self.simulation(way, start), way.guidance, way.config)
 
     def video(self, way: Way) -> tuple[UInt8[np.ndarray, "N T H W 3"], Tensor | None]:
         """The video, and its latents where a model made them."""
@@ -144,7 +159,7 @@ class Rollouts:
             if way.simulates:
                 sim, seconds = _timed(partial(self._one_simulation, one, way))
                 found.setdefault("simulation stage", []).append(seconds)
-            real = partial(self.predictor.real, one, way.real_steps, sim, way.guidance)
+            real = partial(self.predictor.real, one, way.real_steps, sim, way.guidance, way.config)
             latents, seconds = _timed(real)
             found.setdefault("real stage", []).append(seconds)
             _, seconds = _timed(partial(self.predictor.decode, latents))
@@ -305,7 +320,7 @@ def protocol_of(rollouts: Rollouts, way: Way, wanted: Wanted, simulation: str, s
         sim_steps=way.sim_steps if way.simulates and rollouts.simulator is not None else None,
         real_steps=way.real_steps if way.samples else None,
         guidance=way.w if way.samples else None,
-        guidance_kind=way.kind,
+        guidance_kind=way.how,
         seed=way.seed,
         simulation=simulation if way.simulates else "",
         control=way.control,

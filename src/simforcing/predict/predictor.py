@@ -16,7 +16,7 @@ from simforcing.model.codec import Codec, to_pixels, to_unit
 from simforcing.model.preparation import Preparation
 from simforcing.model.text import Domain
 from simforcing.model.world_model import WorldModel
-from simforcing.predict.sampler import Guidance, Inputs, sample, start_noise, two_stages
+from simforcing.predict.sampler import Guidance, Inputs, SamplerConfig, sample, start_noise, two_stages
 
 BATCH = 16
 
@@ -109,13 +109,21 @@ class Predictor:
             parts.append(sample(self.model, first, self._inputs(piece, "sim"), noise, steps))
         return torch.cat(parts)
 
-    def real(self, start: Start, steps: int, sim: Tensor | None = None, guidance: Guidance = Guidance(w=0.0)) -> Tensor:
+    def real(
+        self,
+        start: Start,
+        steps: int,
+        sim: Tensor | None = None,
+        guidance: Guidance = Guidance(w=0.0),
+        config: SamplerConfig = SamplerConfig(),
+    ) -> Tensor:
         """Predicted real latents [B, C, F, h, w], conditioned on simulation latents from wherever they come."""
         parts, done = [], 0
         for piece in self._pieces(start):
             first, noise = self._firsts(piece, "real")
             reference = None if sim is None else sim[done : done + len(piece)]
-            parts.append(sample(self.model, first, self._inputs(piece, "real"), noise, steps, reference, guidance))
+            inputs = self._inputs(piece, "real")
+            parts.append(sample(self.model, first, inputs, noise, steps, reference, guidance, config))
             done += len(piece)
         return torch.cat(parts)
 

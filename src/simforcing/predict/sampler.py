@@ -1,4 +1,4 @@
-"""One sampler: Euler steps from noise to video, with guidance towards the simulation and the actions.
+"""One sampler: steps from noise to video, with guidance towards the simulation and the actions.
 
 Legend: B batch, C channels, F latent frames, H W latent grid, A action steps, L context tokens, X text width.
 
@@ -10,8 +10,9 @@ The state stays float32 whatever the weights are. Where the released code comput
 has a field for it.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Float32
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from simforcing.errors import InputError, SimForcingError, check_shape
 from simforcing.model.checks import check_inputs
-from simforcing.model.flow import Flow
+from simforcing.model.flow import Flow, Steps
 from simforcing.model.mixture import Condition, stacked
 from simforcing.model.sim_condition import SimResiduals
 from simforcing.model.world_model import WorldModel
 
 Latents = Float[Tensor, "B C F H W"]
+Solver: TypeAlias = Literal["euler", "midpoint", "heun"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,22 @@ class Guidance:
 
     kind: `branches` mixes two velocities; `soft` runs one branch whose gate is w, at half the cost.
     action: 1 takes the velocity as it is; more moves it away from what zero actions would give.
+    noise: noise levels, both ends included, at which the simulation is followed; at others w is 0. Not the paper's:
+        there it is all of them.
     """
 
     w: float = 0.6
     kind: Literal["branches", "soft"] = "branches"
     action: float = 1.0
+    noise: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise[0] < self.noise[1] <= 1:
+            raise SimForcingError(f"guidance at noise {self.noise}: give two levels, 0 <= low < high <= 1")
+
+    def at(self, level: float) -> "Guidance":
+        """What holds at a noise level in [0, 1]."""
+        return self if self.noise[0] <= level <= self.noise[1] else replace(self, w=0.0)
 
     def branches(self) -> list["Branch"]:
         """The velocities that are needed, and how much of each."""
@@ -64,14 +77,17 @@ class Branch:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """The schedule, and two corrections, each False in the released code.
+    """The schedule and its solver, and two corrections, each False in the released code.
 
     shift: of the schedule; None takes the model's.
+    solver: `euler`, the paper's, looks once a step; `midpoint` and `heun` are of second order and look twice (`heun`
+        once in its last step, since what it would look at there has no noise left).
     true_first_time: a first frame that is not given, hence noisy, is embedded with the time that it has, not with 0.
     float32_state: times, steps and what is passed from step to step are float32, not rounded to the weights' dtype.
     """
 
     shift: float | None = None
+    solver: Solver = "euler"
     true_first_time: bool = True
     float32_state: bool = True
 
@@ -145,26 +161,67 @@ def sample(
     if sim_latents is not None:
         check_shape("sim_latents", sim_latents, noise.shape)
     given = condition or shared_condition(model, inputs, noise.shape)
+    state = torch.float32 if config.float32_state else model.dtype
+    flow = model.flow if config.shift is None else Flow(config.shift, model.flow.train_steps)
+    clean = first is not None or not config.true_first_time
+    fields: dict[Guidance, _Field] = {}
+
+    def velocity(x: Tensor, timestep: float) -> Tensor:
+        at = guidance.at(timestep / flow.train_steps)
+        if at not in fields:
+            fields[at] = _field(model, given, inputs, noise, first, at, sim_latents, clean)
+        return fields[at](x, timestep)
+
+    causal = first is not None and given.first_frame_causal
+    x = (noise[:, :, 1:] if causal else noise).to(state).contiguous()
+    x = solved(x, velocity, flow.steps(steps, state), config.solver)
+    if first is None:
+        return x.float()
+    return torch.cat([first.float(), (x if causal else x[:, :, 1:]).float()], dim=2)
+
+
+_Field: TypeAlias = Callable[[Tensor, float], Tensor]
+"""Velocity of a state [B C F H W] at a timestep in [0, 1000]."""
+
+
+def _field(
+    model: WorldModel,
+    given: Condition,
+    inputs: Inputs,
+    noise: Latents,
+    first: Float[Tensor, "B C 1 H W"] | None,
+    guidance: Guidance,
+    sim_latents: Latents | None,
+    clean: bool,
+) -> _Field:
+    """The guided velocity; whatever no step changes is computed here, once."""
     branches = guidance.branches()
     ready = _guided(model, given, inputs, noise.shape, branches, sim_latents)
     shares = noise.new_tensor([b.share for b in branches]).view(-1, 1, 1, 1, 1, 1)
-    state = torch.float32 if config.float32_state else model.dtype
-    flow = model.flow if config.shift is None else Flow(config.shift, model.flow.train_steps)
-    timesteps, deltas = flow.steps(steps, state)
-    timesteps = timesteps.to(noise.device)
-    x = noise
     if first is not None and ready.first_frame_causal:
-        x, ready = noise[:, :, 1:], model.remember_first(first, ready)
-    x = x.to(state).contiguous()
-    for i, delta in enumerate(deltas.tolist()):
+        ready = model.remember_first(first, ready)
+
+    def velocity(x: Tensor, timestep: float) -> Tensor:
         if first is not None and not ready.knows_first:
             x = torch.cat([first.to(x), x[:, :, 1:]], dim=2)
-        clean = first is not None or not config.true_first_time
-        velocity = model.denoise(x, timesteps[i : i + 1], ready, first_frame_clean=clean)
-        x = (x + delta * (shares * velocity.unflatten(0, (len(branches), -1))).sum(0)).to(state)
-    if first is None:
-        return x.float()
-    return torch.cat([first.float(), (x if ready.knows_first else x[:, :, 1:]).float()], dim=2)
+        found = model.denoise(x, torch.full((1,), timestep, device=x.device), ready, first_frame_clean=clean)
+        mixed: Tensor = (shares * found.unflatten(0, (len(branches), -1))).sum(0)
+        return mixed
+
+    return velocity
+
+
+def solved(x: Latents, velocity: _Field, steps: Steps, solver: Solver) -> Latents:
+    """The state after all steps, kept in its own dtype from one to the next; `velocity` takes it and a timestep."""
+    state, times = x.dtype, [*steps.timesteps.tolist(), 0.0]
+    for i, delta in enumerate(steps.deltas.tolist()):
+        v = velocity(x, times[i])
+        if solver == "midpoint":
+            v = velocity((x + 0.5 * delta * v).to(state), (times[i] + times[i + 1]) / 2)
+        elif solver == "heun" and i + 1 < len(steps.deltas):
+            v = (v + velocity((x + delta * v).to(state), times[i + 1])) / 2
+        x = (x + delta * v).to(state)
+    return x
 
 
 def _guided(
