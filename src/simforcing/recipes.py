@@ -39,6 +39,7 @@ RECIPES: dict[str, Recipe] = {
 RECIPES["tiny"] = replace(
     RECIPES["demo"],
     text="hashed-words",
+    text_length=128,
     notes=(
         *RECIPES["demo"].notes,
         "For your own robot on a CPU: words are hashed, so that any instruction works without a text model.",

@@ -192,12 +192,14 @@ def test_command_writes_camera_report_and_overlays(
     monkeypatch.setattr("simforcing.twin.camera_fit.QUICK", HARDLY)
     out = tmp_path / "cameras" / "camera.json"
     words = ["twin", "calibrate", str(world), "--robot", "widowx250s", "--camera", "real", "-o", str(out)]
-    assert main([*words, "--quick", "--fovy", "43"]) == 0
+    assert main([*words, "--quick", "--fovy", "43", "--restarts", "2"]) == 0
     assert "default guess" in capsys.readouterr().out
     assert Camera.load(out).fovy == 43.0
     report = json.loads(out.with_suffix(".report.json").read_text())
     assert report["camera_key"] == REAL
     assert 0 <= report["cameras"][0]["held_out"]["overlap"] <= 1
+    assert len(report["cameras"][0]["scores_of_searches"]) == 2
+    assert report["cameras"][0]["score"] == max(report["cameras"][0]["scores_of_searches"])
     with Image.open(out.with_suffix(".overlays") / "episode_000000.png") as picture:
         assert picture.size == (6 * SIZE, 2 * SIZE)
     assert main(words) == 2
@@ -210,6 +212,7 @@ def test_command_writes_camera_report_and_overlays(
     [
         (["--camera", "left"], "no camera 'left'; it has real"),
         (["--episodes", "7"], "no episode 7; it has 0 to 0"),
+        (["--restarts", "0"], "0 searches: at least one is needed"),
         (["--tool-offset", "0.9", "0", "0", "0", "0", "0"], "misses the pose"),
     ],
 )

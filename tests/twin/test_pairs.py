@@ -452,3 +452,45 @@ def test_a_killed_command_goes_on(source: Path, shared: Path, tmp_path: Path) ->
     assert shown.returncode == 0, shown.stderr
     assert f"render: 100 % {3 - len(kept)} of {3 - len(kept)} episodes" in shown.stderr
     assert len(open_dataset(tmp_path / "pairs")) == 3
+
+
+def views() -> tuple[Camera, Camera]:
+    """Two cameras of the pictures' size."""
+    left = Camera.look_at((0.2, -0.8, 0.6), (0.4, 0.0, 0.2), fovy=60, height=192, width=320)
+    return left, Camera.look_at((0.2, 0.8, 0.6), (0.4, 0.0, 0.2), fovy=50, height=192, width=320)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_episode_is_seen_from_its_own_camera(
+    source: Path, shared: Path, panda: Robot, tmp_path: Path, workers: int
+) -> None:
+    robot = str(shared / "robots/panda/panda.urdf")
+    for number, view in zip((0, 2), views(), strict=True):
+        view.save(tmp_path / f"camera_{number:06d}.json")
+    words = ["twin", "pair", str(source), "--robot", robot, "--camera-file", str(tmp_path / "camera.json")]
+    assert main([*words[:3], str(tmp_path / "each"), *words[3:], "--skip-bad", "--workers", str(workers)]) == 0
+    made = open_dataset(tmp_path / "each")
+    assert [row["source"] for row in made.meta["episodes"]] == [0, 2]
+    assert "no camera file for episode 1" in made.meta["skipped"][0]["reason"]
+    for episode, number, view in zip(made, (0, 2), views(), strict=True):
+        pair(source, tmp_path / f"alone {number}", panda, camera=view, episodes=[number])
+        alone = open_dataset(tmp_path / f"alone {number}")[0]
+        off = episode.frames(SIM).astype(int) - alone.frames(SIM)
+        assert abs(off).mean() < 0.1  # a video of two episodes and one of one are not compressed to the same bytes
+
+
+def test_cameras_of_episodes_that_do_not_suit_are_refused(
+    source: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    robot = str(shared / "robots/panda/panda.urdf")
+    words = ["twin", "pair", str(source), str(tmp_path / "out"), "--robot", robot]
+    words += ["--camera-file", str(tmp_path / "camera.json")]
+    views()[0].save(tmp_path / "camera_000007.json")
+    assert main(words) == 2
+    assert "none of the cameras is of one of its episodes" in capsys.readouterr().err
+    views()[0].save(tmp_path / "camera_000000.json")
+    assert main(words) == 2
+    assert "no camera file for episode 1" in capsys.readouterr().err
+    views()[0].save(tmp_path / "camera.json")
+    assert main(words) == 2
+    assert "there are also cameras of single episodes (camera_000000.json)" in capsys.readouterr().err

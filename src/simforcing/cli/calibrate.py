@@ -54,6 +54,8 @@ class Calibrate:
     """A first look: a fraction of the search, which may miss the camera."""
     seed: int = 0
     """Of the search; the same seed finds the same camera."""
+    restarts: int | None = None
+    """How often the whole search runs, each time from the next seed; the best is kept. Default 2; 1 with --quick."""
 
     def run(self) -> int:
         """Fit, write, print one line a camera; 0 on success."""
@@ -61,7 +63,7 @@ class Calibrate:
 
         from simforcing.cli.show import progress
         from simforcing.twin.calibrate import Source, calibrate
-        from simforcing.twin.camera_fit import QUICK, Effort
+        from simforcing.twin.camera_fit import QUICK
         from simforcing.twin.pairs import Conventions
         from simforcing.twin.replay import Tolerance, poses
         from simforcing.twin.robot import Robot
@@ -82,8 +84,9 @@ class Calibrate:
                 source,
                 per_episode=self.per_episode,
                 fovy=self.fovy,
-                effort=QUICK if self.quick else Effort(),
+                effort=QUICK if self.quick else None,
                 seed=self.seed,
+                restarts=self.restarts,
                 report=show,
             )
         for note in results.notes:

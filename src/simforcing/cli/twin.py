@@ -33,7 +33,8 @@ class Pair:
     robot: str
     """Path of an MJCF (.xml) or URDF, a bundled arm (widowx250s, panda), or a name of MuJoCo Menagerie."""
     camera_file: Path | None = None
-    """Where the camera stands (camera.json); without it a guess: real and sim move alike, not overlaid."""
+    """What calibrate wrote to -o, one camera or one an episode; without it a guess: real and sim move alike, not
+    overlaid."""
     camera: str | None = None
     """Camera of the dataset, such as exterior_1; default the first that is no wrist camera."""
     ee: str | None = None
@@ -72,7 +73,7 @@ class Pair:
         import numpy as np
 
         from simforcing.cli.show import progress
-        from simforcing.twin.camera import Camera
+        from simforcing.twin.camera import load_cameras
         from simforcing.twin.pairs import Conventions, pair
         from simforcing.twin.replay import Tolerance
         from simforcing.twin.robot import Robot
@@ -86,7 +87,7 @@ class Pair:
                 self.data,
                 self.out,
                 robot,
-                camera=Camera.load(self.camera_file) if self.camera_file else None,
+                camera=load_cameras(self.camera_file) if self.camera_file else None,
                 camera_key=self.camera,
                 follow=self.follow,
                 conventions=Conventions(self.gripper, self.rotation),

@@ -139,6 +139,9 @@ def _job(data: Dataset, arm: Robot, config: RolloutConfig, per_episode: int, see
         state=state_convention(data, data.action_convention),
         offset=None if offset is None else np.array(offset, dtype=np.float64),
         camera=camera,
+        cameras={
+            i: Camera.from_dict(row["camera"]) for i, row in enumerate(data.meta.get("episodes", ())) if "camera" in row
+        },
         config=config,
         per_episode=per_episode,
         seed=seed,

@@ -32,6 +32,7 @@ _SHARED_FRAMES, _LEAST_FRAMES = 160, 24  # decoded of all episodes together, and
 _LIMIT_SLACK = 0.1  # radians or metres that a measured joint may be beyond its limit
 _TINT, _LINE = np.array([255.0, 90.0, 20.0]), np.array([255.0, 60.0, 0.0])
 _LEAST_WANDER = 0.03  # picture widths
+_RESTARTS = 2
 _LEAST_OVERLAP = 0.2  # of motion in held-out frames; below it a camera is doubtful
 
 
@@ -48,11 +49,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Result:
-    """One camera that was fitted: its file, the episodes behind it, and how good it is."""
+    """One camera that was fitted: its file, the episodes behind it, how good it is, and the score of every search."""
 
     path: Path
     episodes: tuple[int, ...]
     found: Calibration
+    scores: tuple[float, ...]
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -88,17 +90,23 @@ def calibrate(
     fovy: float | None = None,
     effort: Effort | None = None,
     seed: int = 0,
+    restarts: int | None = None,
     report: Report | None = None,
 ) -> Results:
     """Fit the camera of a dataset and write it to `out` (such as `camera.json`), with report and overlays beside it.
 
     One camera for all episodes together or, `per_episode`, one for each: `camera_000003.json` and so on; then
     episodes without motion or out of reach are left out and listed. fovy (degrees) fixes the field of view.
+    The whole search runs `restarts` times, from seeds `seed`, `seed` + 1, ... (default twice; once with an `effort`
+    of your own), and the camera that explains the fitted frames best is kept: where little moves, one search may miss.
 
     Raises SimForcingError for files that exist, an unknown camera (listing those there are), states out of
     the robot's reach, nothing that moves, and a machine without renderer.
     """
     data = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
+    times = restarts if restarts is not None else _RESTARTS if effort is None else 1
+    if times < 1:
+        raise SimForcingError(f"{times} searches: at least one is needed")
     target, tell = Path(out), report or (lambda stage, share, words: None)
     numbers = _numbers(data, source.episodes, None if per_episode else MOST_EPISODES)
     files = [target.with_stem(f"{target.stem}_{n:06d}") for n in numbers] if per_episode else [target]
@@ -115,16 +123,21 @@ def calibrate(
     try:
         drawn.mkdir()
         for i, (path, group) in enumerate(zip(files, groups, strict=True)):
-            progress = _part(tell, i, len(groups), group)
+            name = f"episode {group[0]}: " if per_episode else ""
+            parts = [_part(tell, i * times + k, len(groups) * times, name) for k in range(times)]
             try:
                 tracks = [reader.track(n, _SHARED_FRAMES // len(group)) for n in group]
-                found = fit_camera(robot, tracks, fovy=fovy, effort=effort, seed=seed, report=progress)
+                fits = [
+                    fit_camera(robot, tracks, fovy=fovy, effort=effort, seed=seed + k, report=part)
+                    for k, part in enumerate(parts)
+                ]
             except SimForcingError as error:
                 if not per_episode:
                     raise
                 skipped.append((group[0], str(error)))
                 continue
-            made.append(Result(path, tuple(group), found))
+            found = max(fits, key=lambda fit: fit.score)
+            made.append(Result(path, tuple(group), found, tuple(fit.score for fit in fits)))
             _draw_overlays(drawn, robot, found.camera, group, tracks)
         if not made:
             raise SimForcingError(f"{data.root}: no episode could be calibrated; the first: {skipped[0][1]}")
@@ -139,13 +152,13 @@ def calibrate(
     return results
 
 
-def _part(tell: Report, done: int, count: int, group: Sequence[int]) -> Report:
-    """Progress of one fit as part of all; a single one as it is."""
+def _part(tell: Report, done: int, count: int, name: str) -> Report:
+    """Progress of one of `count` searches as part of all; a single one as it is."""
     if count == 1:
         return tell
 
     def report(stage: str, share: float, words: str) -> None:
-        tell("calibrate", done / count, f"episode {group[0]}: {stage}")
+        tell("calibrate", done / count, f"{name}{stage}")
 
     return report
 
@@ -265,6 +278,7 @@ def _summary(results: Results, data: Dataset, robot: Robot, key: str, seed: int,
                 "file": result.path.name,
                 "episodes": list(result.episodes),
                 **result.found.to_dict(),
+                "scores_of_searches": [round(score, 5) for score in result.scores],
                 "doubts": list(result.doubts),
             }
             for result in results.cameras

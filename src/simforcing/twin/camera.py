@@ -156,6 +156,20 @@ class Camera:
             raise SimForcingError(f"camera file {path}: {str(error).removeprefix('camera: ')}") from error
 
 
+def load_cameras(path: Path) -> Camera | dict[int, Camera]:
+    """What `twin calibrate` wrote to `path`: one camera, or one for each episode (`camera_000003.json`, ...).
+
+    Raises SimForcingError where there is neither, both, or a file that is none.
+    """
+    each = {
+        int(file.stem.removeprefix(f"{path.stem}_")): file
+        for file in sorted(path.parent.glob(f"{path.stem}_{'[0-9]' * 6}{path.suffix}"))
+    }
+    if each and path.exists():
+        raise SimForcingError(f"camera file {path}: there are also cameras of single episodes ({each[min(each)].name})")
+    return {number: Camera.load(file) for number, file in each.items()} if each else Camera.load(path)
+
+
 def default_camera(robot: Robot, width: int, height: int) -> Camera:
     """A guess where no camera file is given.
 

@@ -114,7 +114,7 @@ def pair(
     out: Path | str,
     robot: Robot,
     *,
-    camera: Camera | None = None,
+    camera: Camera | Mapping[int, Camera] | None = None,
     camera_key: str | None = None,
     follow: Follow = "state",
     conventions: Conventions | None = None,
@@ -133,11 +133,12 @@ def pair(
 ) -> PairResult:
     """Write the paired LeRobot v3.0 dataset `out`: real frames of one camera, and the arm alone beside them.
 
-    camera: where it stands (default: `default_camera`, a guess). camera_key: see `choose_camera`. follow, start,
-    offset, tolerance: see `joint_path`. first_frame: `masked` takes frame 0 of the simulated view from the real one,
-    by `arm_masks` or the calibrated camera. episodes: numbers to take (default all). qa_episodes: how many get a
-    contact sheet in `qa/`, besides those that are flagged. workers, engine: see `Workers`. shard: (i, n) draws the
-    i-th of n parts only (from 1); a run without it draws what is missing and puts everything together.
+    camera: where it stands, or where in each episode, by its number (default: `default_camera`, a guess). camera_key:
+    see `choose_camera`. follow, start, offset, tolerance: see `joint_path`. first_frame: `masked` takes frame 0 of the
+    simulated view from the real one, by `arm_masks` or the calibrated camera. episodes: numbers to take (default all).
+    qa_episodes: how many get a contact sheet in `qa/`, besides those that are flagged. workers, engine: see `Workers`.
+    shard: (i, n) draws the i-th of n parts only (from 1); a run without it draws what is missing and puts everything
+    together.
 
     State, action and task are kept; camera, robot, conventions, errors and QA go to `meta/simforcing.json`, numbers of
     every frame to `qa/frames.parquet`, the page for people is `qa/index.html`. A run that ends early leaves finished
@@ -156,7 +157,7 @@ def pair(
         raise SimForcingError("several workers need dataset and robot as paths, which they can open themselves")
     numbers = _numbers(data, episodes)
     convention, state, notes = (conventions or Conventions()).resolve(data)
-    key, view = _view(data, robot, camera, camera_key, numbers[0])
+    key, view, views = _view(data, robot, camera, camera_key, numbers)
     store = Store(target.with_name(f"{target.name}.parts").resolve())
     job = Job(
         dataset=data.root.resolve(),
@@ -165,6 +166,7 @@ def pair(
         ee=robot.ee_name,
         key=key,
         camera=view,
+        cameras=views,
         calibrated=camera is not None,
         convention=convention,
         state=state,
@@ -188,11 +190,20 @@ def _check(target: Path, shard: tuple[int, int] | None) -> None:
         raise SimForcingError(f"shard {shard[0]}/{shard[1]}: give i/n with i from 1 to n")
 
 
-def _view(data: Dataset, robot: Robot, camera: Camera | None, key: str | None, number: int) -> tuple[str, Camera]:
-    """The dataset's camera, and where it stands, for pictures as large as those of episode `number`."""
+def _view(
+    data: Dataset, robot: Robot, camera: Camera | Mapping[int, Camera] | None, key: str | None, numbers: Sequence[int]
+) -> tuple[str, Camera, dict[int, Camera]]:
+    """The dataset's camera, where it stands, and where in each episode if it moves, all as large as the pictures."""
     chosen = choose_camera(data, key)
-    height, width = data[number].frames(chosen, [0]).shape[1:3]
-    return chosen, (camera or default_camera(robot, width, height)).resized(height, width)
+    height, width = data[numbers[0]].frames(chosen, [0]).shape[1:3]
+    if not isinstance(camera, Mapping):
+        return chosen, (camera or default_camera(robot, width, height)).resized(height, width), {}
+    views = {number: camera[number].resized(height, width) for number in numbers if number in camera}
+    if not views:
+        raise SimForcingError(
+            f"{data.root}: none of the cameras is of one of its episodes {numbers[0]} to {numbers[-1]}"
+        )
+    return chosen, next(iter(views.values())), views
 
 
 def _numbers(data: Dataset, episodes: Sequence[int] | None) -> list[int]:
@@ -212,6 +223,7 @@ def _plan(data: Dataset, robot: Robot, job: Job, numbers: Sequence[int]) -> dict
         "dataset": hashlib.sha256(content).hexdigest()[:16],
         "robot": [robot.name, robot.sha256, robot.ee_name],
         "camera": {"key": job.key, "calibrated": job.calibrated, **job.camera.to_dict()},
+        "cameras": {str(number): camera.to_dict() for number, camera in job.cameras.items()},
         "conventions": [job.convention.to_dict(), job.state.to_dict()],
         "follow": job.follow,
         "start pose": None if job.start is None else job.start.tolist(),
@@ -342,11 +354,12 @@ class _Run:
     def meta(self, rows: Sequence[Mapping[str, Any]], skipped: Sequence[tuple[int, str]]) -> dict[str, Any]:
         """Content of `meta/simforcing.json`."""
         job, robot = self.job, self.robot
+        source = "a file an episode" if job.cameras else "file" if job.calibrated else "default guess"
         return {
             "action": job.convention.to_dict(),
             "state": job.state.to_dict(),
             "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name},
-            "camera": {"key": job.key, "source": "file" if job.calibrated else "default guess", **job.camera.to_dict()},
+            "camera": {"key": job.key, "source": source, **job.camera.to_dict()},
             "source": {"dataset": self.data.root.name, "follow": job.follow, "state_rotation": job.state.rotation},
             "tool_offset": None if job.offset is None else job.offset.tolist(),
             "first_frame": "masked" if job.masked else "rendered",

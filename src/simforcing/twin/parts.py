@@ -40,7 +40,8 @@ class Job:
     """What is the same for all episodes of a run; it travels to the workers.
 
     dataset: its directory, `left_out` the episodes that it is opened without. robot: what `Robot.load` takes. key:
-    camera of the dataset. camera: where it stands, `calibrated` or guessed. masked: take the first frame from the
+    camera of the dataset. camera: where it stands, `calibrated` or guessed; `cameras`: where each episode has its own,
+    by its number (else empty); then `camera` is one of them. masked: take the first frame from the
     real one, by the masks in `arm_masks` (`episode_000012.png`, white where the arm is) or by the rendered arm.
     """
 
@@ -50,6 +51,7 @@ class Job:
     ee: str
     key: str
     camera: Camera
+    cameras: Mapping[int, Camera]
     calibrated: bool
     convention: ActionConvention
     state: StateConvention
@@ -61,6 +63,12 @@ class Job:
     arm_masks: Path | None
     skip_bad: bool
     store: Path
+
+    def view(self, number: int) -> Camera:
+        """Where the camera of an episode stands. Raises SimForcingError where each has its own and this one none."""
+        if self.cameras and number not in self.cameras:
+            raise SimForcingError(f"{self.dataset}: no camera file for episode {number}; calibrate it, or --skip-bad")
+        return self.cameras.get(number, self.camera)
 
 
 class Tools:
@@ -111,6 +119,7 @@ def find(tools: Tools, number: int) -> Found:
     """The joint path of an episode. Raises SimForcingError for what is wrong with it, unless bad ones are skipped."""
     job = tools.job
     try:
+        job.view(number)
         episode = tools.dataset[number]
         path = joint_path(
             tools.robot,
@@ -152,7 +161,8 @@ def draw(tools: Tools, drawing: Drawing) -> None:
 
 
 def _draw(tools: Tools, drawing: Drawing, episode: Episode, real: UInt8[np.ndarray, "N H W 3"], store: "Store") -> None:
-    job, path, renderer = tools.job, drawing.path, tools.renderer()
+    job, path = tools.job, drawing.path
+    renderer = tools.renderer(job.view(drawing.number))
     sim = np.stack([renderer.picture(q, o) for q, o in zip(path.q, path.opening, strict=True)])
     motions = {"real": qa.seen(real), "sim": qa.seen(sim), "arm": qa.computed(qa.arm_points(tools.robot, path))}
     command = _command_energy(job, episode)
@@ -169,7 +179,8 @@ def _draw(tools: Tools, drawing: Drawing, episode: Episode, real: UInt8[np.ndarr
             | ({} if command is None else {"commanded": command})
         )
         store.save_sheet(drawing.number, contact_sheet(real, sim, masks), chart)
-    store.save(drawing.number, {**path.summary(), **check.to_dict()}, sim, path, motions)
+    own = {"camera": renderer.camera.to_dict()} if job.cameras else {}
+    store.save(drawing.number, {**path.summary(), **check.to_dict(), **own}, sim, path, motions)
 
 
 def _command_energy(job: Job, episode: Episode) -> Float64[np.ndarray, " M"] | None:

@@ -54,6 +54,14 @@ class ArmRenderer:
         """Free the OpenGL context; drawing is over."""
         self._renderer.close()
 
+    def look_from(self, camera: Camera) -> None:
+        """Draw from another camera from now on; the size of the pictures stays."""
+        self.camera = Camera(camera.pose, camera.fovy, self.camera.height, self.camera.width)
+        number, quat = self.model.camera("simforcing").id, np.empty(4)
+        mujoco.mju_mat2Quat(quat, self.camera.pose[:3, :3].flatten())
+        self.model.cam_pos[number], self.model.cam_quat[number] = self.camera.pose[:3, 3], quat
+        self.model.cam_fovy[number] = self.camera.fovy
+
     def _draw(self, q: Float64[np.ndarray, " n"], opening: float | None) -> Any:
         self.robot.set_joints(self.data, q, opening)
         mujoco.mj_camlight(self.model, self.data)
@@ -82,11 +90,15 @@ class KeptRenderer:
         self.robot, self.camera = robot, camera
         self._renderer: ArmRenderer | None = None
 
-    def __call__(self) -> ArmRenderer:
-        """The open renderer, for pictures of the camera's size. Raises as `ArmRenderer` does."""
+    def __call__(self, camera: Camera | None = None) -> ArmRenderer:
+        """The open renderer, for pictures of the camera's size; from another camera of that size where one is given.
+
+        Raises as `ArmRenderer` does.
+        """
         if self._renderer is None:
             self._renderer = ArmRenderer(self.robot, self.camera, self.camera.height, self.camera.width)
             atexit.register(self.close)  # after OpenGL registered its own clean-up, hence before it runs
+        self._renderer.look_from(camera or self.camera)
         return self._renderer
 
     def close(self) -> None:

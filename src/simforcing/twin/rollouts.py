@@ -8,7 +8,7 @@ recorded arm ever came to (the table).
 Shapes: N frames, n arm joints; a row is xyz (metres), rotation vector (radians), gripper opening, in the base frame.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -104,7 +104,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """What is the same for all rollouts of a run; it travels to the workers. limits: None until they are found."""
+    """What is the same for all rollouts of a run; it travels to the workers. limits: None until they are found.
+
+    cameras: of each episode of the pairs that has its own, by its number; else `camera`.
+    """
 
     pairs: Path
     robot: str
@@ -113,6 +116,7 @@ class RolloutJob:
     state: StateConvention
     offset: Float64[np.ndarray, "4 4"] | None
     camera: Camera
+    cameras: Mapping[int, Camera]
     config: RolloutConfig
     per_episode: int
     seed: int
@@ -152,7 +156,7 @@ class Maker:
                 q, lowest = found
                 task = self.data[episode].task if kind == "changed" else WITHOUT_TASK
                 state, action = self._numbers(q, rows[:, 6], frames)
-                sim = self._draw(q[:frames], rows[:frames])
+                sim = self._draw(q[:frames], rows[:frames], job.cameras.get(episode))
                 return Rollout(kind, task, state, action, sim, lowest, attempt + 1)
         return None
 
@@ -218,10 +222,12 @@ class Maker:
         action = from_poses(changes(matrices(ahead), measured, job.convention), ahead[:, 6], job.convention)
         return from_poses(measured, opening[:frames], job.state), action
 
-    def _draw(self, q: Float64[np.ndarray, "N n"], rows: Float64[np.ndarray, "N 7"]) -> UInt8[np.ndarray, "N H W 3"]:
+    def _draw(
+        self, q: Float64[np.ndarray, "N n"], rows: Float64[np.ndarray, "N 7"], camera: Camera | None
+    ) -> UInt8[np.ndarray, "N H W 3"]:
         if self.job.world is not None:
             return simulate(rows, self.job.world)
-        renderer = self.renderer()
+        renderer = self.renderer(camera)
         return np.stack([renderer.picture(row, float(o)) for row, o in zip(q, rows[:, 6], strict=True)])
 
 

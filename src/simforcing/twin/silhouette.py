@@ -195,7 +195,6 @@ class ExactMasks:
         coarse = Robot(spec, name=robot.name, ee=robot.ee_name, source=robot.source)
         start = Camera.look_at((1.0, 0.0, 0.5), (0.0, 0.0, 0.0), fovy=50.0, height=height, width=width)
         self.renderer = ArmRenderer(coarse, start, height, width)
-        self._camera = self.renderer.model.camera("simforcing").id
 
     def __enter__(self) -> "ExactMasks":
         return self
@@ -213,10 +212,7 @@ class ExactMasks:
         self, camera: Camera, q: Float64[np.ndarray, "T n"], opening: Float64[np.ndarray, " T"]
     ) -> Bool[np.ndarray, "T H W"]:
         """Masks at joints `q`, seen from `camera`, in the size given to the constructor."""
-        model, quat = self.renderer.model, np.empty(4)
-        mujoco.mju_mat2Quat(quat, camera.pose[:3, :3].flatten())
-        model.cam_pos[self._camera], model.cam_quat[self._camera] = camera.pose[:3, 3], quat
-        model.cam_fovy[self._camera] = camera.fovy
+        self.renderer.look_from(camera)
         return np.stack([self.renderer.mask(row, float(part)) for row, part in zip(q, opening, strict=True)])
 
 
