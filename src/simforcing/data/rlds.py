@@ -160,6 +160,7 @@ class _Reader:
             return {}
 
     def source(self, index: int, root: Path, cameras: Sequence[str], problems: Problems) -> Source:
+        """Episode `index` as a source; what is wrong with it goes to `problems`."""
         record = self.found[index]
         where = f"episode {index} of {root}"
         try:
