@@ -8,7 +8,6 @@ number depends on how clips are batched. All frames are taken at their own size 
 said at its metric. Weights: `networks`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -159,7 +158,7 @@ def frechet_distance(a: Features, b: Features) -> float:
     return max(0.0, float(np.square(means[0] - means[1]).sum() + spread - 2 * overlap))
 
 
-class Frechet(ABC):
+class Frechet:
     """A Fréchet distance between the predicted and the true clips as sets, through some extractor of features."""
 
     name = "Fréchet distance"
@@ -167,9 +166,9 @@ class Frechet(ABC):
     names: tuple[str, ...] = ()
     """Networks in use."""
 
-    @abstractmethod
     def extract(self, frames: np.ndarray) -> Features:
         """Feature vectors of the scored frames ``S H W 3`` of one clip."""
+        raise NotImplementedError
 
     def __call__(self, pred: Videos, true: Videos, *, first_frame: bool = False) -> float:
         """The distance.
