@@ -10,6 +10,20 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from simforcing.errors import SimForcingError
+
+
+def check_new(out: Path, source: Path | None = None) -> None:
+    """Refuses to write what is there, be it a link that leads nowhere, and to write into what is read.
+
+    Raises:
+        SimForcingError: `out` exists, or lies inside the dataset `source`.
+    """
+    if out.exists() or out.is_symlink():
+        raise SimForcingError(f"{out}: exists already; choose another output, or delete it first")
+    if source is not None and source.resolve() in out.resolve().parents:
+        raise SimForcingError(f"{out}: lies inside {source}, which it is made from; choose a place outside")
+
 
 def partial_path(out: Path) -> Path:
     """The name under which this process writes `out` before it renames it: `<out>.partial-<pid>` beside it.

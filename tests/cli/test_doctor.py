@@ -53,6 +53,7 @@ def test_what_does_not_fit_is_said(capsys: Capture) -> None:
         (["--memory", "demo", "--batch-size", "0"], "batch size 0: a step needs at least one clip"),
         (["--memory", "demo", "--windows", "0"], "--windows 0, --gpu-gib 80: both must be above zero"),
         (["--memory", "demo", "--gpu-gib", "nan"], "--windows 1000, --gpu-gib nan: both must be above zero"),
+        (["--memory", "demo", "--lora", "0"], "rank 0 of adapters: give at least 1"),
         (["--json"], "--json goes with --memory RECIPE"),
     ],
 )

@@ -21,6 +21,8 @@ CONVENTIONS = st.builds(
     gripper_range=st.sampled_from([(0.0, 1.0), (-1.0, 1.0), (0.0, 0.08)]),
     position_unit=st.sampled_from(["m", "cm", "mm"]),
     angle_unit=st.sampled_from(["rad", "deg"]),
+    position_scale=st.sampled_from([1.0, 0.05]),
+    angle_scale=st.sampled_from([1.0, 0.5]),
 ) | st.builds(
     ActionConvention,
     rotation=st.sampled_from(["rotvec", "euler_xyz", "quaternion"]),

@@ -128,3 +128,20 @@ def test_errors_are_refused_and_nothing_is_left(shared, tmp_path):
     with pytest.raises(SimForcingError, match="exists already"):
         convert(shared / "data" / "lerobot_v30", tmp_path / "there")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("fps", [0.0, -5.0, float("nan"), float("inf")])
+def test_a_rate_is_above_zero(fps: float) -> None:
+    with pytest.raises(SimForcingError, match="give a rate above zero"):
+        Wanted(fps=fps)
+
+
+@pytest.mark.parametrize("ends", [(0.0, float("inf")), (1.0, 1.0), (float("nan"), 1.0)])
+def test_a_gripper_range_has_two_ends(ends: tuple[float, float]) -> None:
+    with pytest.raises(SimForcingError, match="give two different numbers"):
+        Wanted(gripper_range=ends)
+
+
+def test_nothing_is_written_into_the_source(franka) -> None:
+    with pytest.raises(SimForcingError, match="lies inside"):
+        convert(franka.root, franka.root / "converted")

@@ -288,3 +288,21 @@ def test_a_larger_batch_needs_more() -> None:
 def test_numbers_below_one_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(SimForcingError, match=str(*changes.values())):
         Memory(named("demo"), **changes)
+
+
+def test_a_student_by_adapters_holds_the_projections_once(bridge: Memory) -> None:
+    need = dataclasses.replace(bridge, gpus=1, batch=1, lora=32)
+    row = need.adapters(32, "none", True)
+    model = need.student
+    unused = {name for name, _ in model.unused_parameters()}
+    projections = sum(
+        m.weight.numel() + (0 if m.bias is None else m.bias.numel())
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and ".blocks." in n and f"{n}.weight" not in unused
+    )
+    teacher = need.weights("teacher")[0]
+    assert row.teacher == 2 * (teacher - projections)
+    whole = next(r for r in need.rows if (r.stage, r.checkpointing) == ("student", True))
+    assert row.weights + row.teacher < 1.1 * 2 * teacher  # not twice as much
+    assert row.optimiser < 0.1 * whole.optimiser and row.activations == whole.activations
+    assert row.fits(80) and not whole.fits(80)

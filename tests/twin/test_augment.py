@@ -219,6 +219,10 @@ def test_what_cannot_be_augmented_says_why(
     with pytest.raises(SimForcingError, match="does not say robot and camera"):
         augment(shared / "data/lerobot_v30", out, per_episode=1, robot=panda)
     with pytest.raises(SimForcingError, match="made with 'panda', and bundled panda is another model"):
+        augment(pairs, out, per_episode=1)  # its file's name alone does not make it the bundled one
+    with pytest.raises(SimForcingError, match="lies inside"):
+        augment(pairs, pairs / "out", per_episode=1, robot=panda)
+    with pytest.raises(SimForcingError, match="made with 'panda', and bundled panda is another model"):
         augment(pairs, out, per_episode=1, robot=replace_name(Robot.load("panda"), "other"))
     with pytest.raises(SimForcingError, match="made with the frame 'panda_link8', not 'panda_hand'"):
         augment(pairs, out, per_episode=1, robot=Robot.load(panda.source, ee="panda_hand"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,7 +86,8 @@ def test_pair_makes_a_readable_paired_dataset(source: Path, panda: Robot, tmp_pa
     assert np.abs(frames.astype(int) - want).mean() < 3.0
 
     meta = json.loads((out / "meta/simforcing.json").read_text())
-    assert meta["robot"] == {"name": "panda", "sha256": panda.sha256, "end_effector": "panda_link8"}
+    robot = {"name": "panda", "sha256": panda.sha256, "end_effector": "panda_link8", "bundled": False}
+    assert meta["robot"] == robot
     assert meta["action"]["gripper"] == "closed_positive"
     assert meta["action"]["rotation"] == "euler_xyz"
     assert meta["camera"]["key"] == "observation.images.exterior_1"
@@ -494,3 +496,42 @@ def test_cameras_of_episodes_that_do_not_suit_are_refused(
     views()[0].save(tmp_path / "camera.json")
     assert main(words) == 2
     assert "there are also cameras of single episodes (camera_000000.json)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-error-cm", "nan"], "largest miss nan cm, 5 degrees: give both above zero"),
+        (["--max-error-degrees", "0"], "largest miss 1 cm, 0 degrees: give both above zero"),
+        (["--qa-episodes", "-1"], "-1 episodes with a contact sheet"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert main(["twin", "pair", str(source), str(tmp_path / "out"), "--robot", "panda", *options]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_into_the_source_or_through_a_dead_link(source: Path, panda: Robot, tmp_path: Path) -> None:
+    with pytest.raises(SimForcingError, match=r"lies inside .*, which it is made from"):
+        pair(source, source / "pairs", panda)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SimForcingError, match="exists already"):
+        pair(source, tmp_path / "link", panda)
+
+
+def test_a_run_does_not_go_on_with_drawings_of_other_data(source: Path, panda: Robot, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(source, copy)
+    assert pair(copy, tmp_path / "out", panda, shard=(1, 3)).left == 2
+    table = next((copy / "data").rglob("*.parquet"))
+    pq.write_table(pq.read_table(table), table, compression="none")
+    with pytest.raises(SimForcingError, match="begun with another dataset"):
+        pair(copy, tmp_path / "out", panda, shard=(2, 3))
+    shutil.rmtree(copy)
+    shutil.copytree(source, copy)
+    (tmp_path / "out.parts/plan.json").write_text("{")
+    with pytest.raises(SimForcingError, match=r"plan\.json: cannot be read"):
+        pair(copy, tmp_path / "out", panda, shard=(2, 3))

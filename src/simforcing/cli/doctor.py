@@ -67,6 +67,8 @@ class Doctor:
     """With --memory: clips a GPU and step; default the recipe's."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """With --memory: what is computed in. Master weights, gradients and optimiser are float32."""
+    lora: int | None = None
+    """With --memory: rank of a student by adapters (train --lora), which gets rows of its own."""
     windows: int = 1000
     """With --memory: encoded windows, for the size of the cache on disk."""
     json: bool = False
@@ -102,7 +104,7 @@ class Doctor:
         from simforcing.recipes import named
         from simforcing.train.memory import Memory
 
-        need = Memory(named(name), self.gpus, self.batch_size, self.precision)
+        need = Memory(named(name), self.gpus, self.batch_size, self.precision, self.lora)
         print(self._as_json(need, name) if self.json else self._as_text(need, name))
         return 0
 

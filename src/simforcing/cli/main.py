@@ -87,7 +87,10 @@ EXTRAS = {
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # What a path given by the user can be wrong with, wherever it is first used.
-UNUSABLE = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+UNUSABLE = (
+    *(errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP),
+    *(errno.ENOTEMPTY, errno.EEXIST, errno.EINVAL, errno.ENXIO, errno.EFBIG),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,7 +47,8 @@ def to_poses(
     _check_width(rows, convention.rotation)
     values = np.asarray(rows, np.float64)
     poses = np.tile(np.eye(4), (len(values), 1, 1))
-    poses[:, :3, 3] = values[:, :3] * _METRES[convention.position_unit]
+    moved, turned = _scales(convention)
+    poses[:, :3, 3] = values[:, :3] * _METRES[convention.position_unit] * moved
     turns = values[:, 3:-1]
     if len(values) == 0:
         return poses
@@ -56,7 +57,7 @@ def to_poses(
             raise SimForcingError("rotation: a quaternion is zero; the rows are no poses, or have another rotation")
         poses[:, :3, :3] = Rotation.from_quat(turns).as_matrix()
     else:
-        turns = np.radians(turns) if convention.angle_unit == "deg" else turns
+        turns = (np.radians(turns) if convention.angle_unit == "deg" else turns) * turned
         kind = convention.rotation
         made = Rotation.from_euler("xyz", turns) if kind == "euler_xyz" else Rotation.from_rotvec(turns)
         poses[:, :3, :3] = made.as_matrix()
@@ -75,7 +76,8 @@ def from_poses(
     from scipy.spatial.transform import Rotation
 
     rows = np.empty((len(poses), width(convention.rotation)))
-    rows[:, :3] = poses[:, :3, 3] / _METRES[convention.position_unit]
+    moved, turned = _scales(convention)
+    rows[:, :3] = poses[:, :3, 3] / _METRES[convention.position_unit] / moved
     rows[:, -1] = from_openings(gripper, convention)
     if len(poses):
         turns = Rotation.from_matrix(poses[:, :3, :3])
@@ -83,8 +85,15 @@ def from_poses(
             rows[:, 3:-1] = turns.as_quat(canonical=True)
         else:
             angles = turns.as_euler("xyz") if convention.rotation == "euler_xyz" else turns.as_rotvec()
-            rows[:, 3:-1] = np.degrees(angles) if convention.angle_unit == "deg" else angles
+            rows[:, 3:-1] = (np.degrees(angles) if convention.angle_unit == "deg" else angles) / turned
     return rows.astype(np.float32)
+
+
+def _scales(convention: ActionConvention | StateConvention) -> tuple[float, float]:
+    """Units of position and angle that a stored 1 is."""
+    if isinstance(convention, StateConvention):
+        return 1.0, 1.0
+    return convention.position_scale, convention.angle_scale
 
 
 def to_openings(

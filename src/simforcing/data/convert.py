@@ -20,6 +20,9 @@ from simforcing.data.episode import Gripper as GripperSign
 from simforcing.data.episode import Rotation as RotationKind
 from simforcing.data.lerobot_writer import LeRobotWriter
 from simforcing.errors import SimForcingError
+from simforcing.files import check_new
+
+_PLAIN: dict[str, Any] = {"position_unit": "m", "angle_unit": "rad"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class Wanted:
     unwrap: bool = True
     state_from_actions: bool = False
 
+    def __post_init__(self) -> None:
+        if self.fps is not None and not 0 < self.fps < np.inf:
+            raise SimForcingError(f"fps {self.fps:g}: give a rate above zero")
+        if self.gripper_range is not None:
+            low, high = self.gripper_range
+            if not (np.isfinite([low, high]).all() and low != high):
+                raise SimForcingError(f"gripper range {low:g} to {high:g}: give two different numbers")
+
     def action(self, source: ActionConvention, fps: float) -> ActionConvention:
         """The convention of actions after the change; lengths are metres, angles radians."""
         given = {name: getattr(self, name) for name in ("kind", "frame", "rotation", "gripper", "gripper_range")}
@@ -48,13 +59,13 @@ class Wanted:
         relative = (self.relative_to or source.relative_to or "state") if kind == "delta" else None
         if kind == "absolute" and self.frame is None:
             changed["frame"] = "base"
-        return replace(source, **changed, relative_to=relative, hz=fps, position_unit="m", angle_unit="rad")
+        return replace(source, **changed, relative_to=relative, hz=fps, **_PLAIN, position_scale=1.0, angle_scale=1.0)
 
     def state(self, source: StateConvention) -> StateConvention:
         """The convention of states after the change."""
         given = {name: getattr(self, name) for name in ("rotation", "gripper", "gripper_range")}
         changed = {name: value for name, value in given.items() if value is not None}
-        return replace(source, **changed, position_unit="m", angle_unit="rad")
+        return replace(source, **changed, **_PLAIN)
 
     @property
     def poses(self) -> list[str]:
@@ -89,8 +100,7 @@ def convert(
     that needs poses where there are none, and pictures with odd sides.
     """
     target, want = Path(out), wanted or Wanted()
-    if target.exists():
-        raise SimForcingError(f"{target}: exists already; choose another output, or delete it first")
+    check_new(target, Path(source))
     tell = report or (lambda stage, done, total: None)
     data = open_checked(source, skip_bad=skip_bad, video=skip_bad, report=report)
     plan = _plan(data, want)

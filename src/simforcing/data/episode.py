@@ -32,7 +32,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "angle_unit": ("rad", "deg"),
 }
 
-_LATER = {"position_unit": "m", "angle_unit": "rad"}  # left out of stored conventions where they have these values
+# Left out of stored conventions where they have these values.
+_LATER = {"position_unit": "m", "angle_unit": "rad", "position_scale": 1.0, "angle_scale": 1.0}
 
 Rotation = Literal["rotvec", "euler_xyz", "quaternion"]
 Gripper = Literal["open_positive", "closed_positive"]
@@ -58,6 +59,7 @@ class ActionConvention:
     rotation: `rotvec` (axis times angle), `euler_xyz` (R = Rz(yaw) Ry(pitch) Rx(roll)) or `quaternion` (x y z w).
     gripper: sign of the last number; its values lie in `gripper_range`.
     hz: actions a second. position_unit, angle_unit: of the first three numbers, and of rotvec and Euler angles.
+    position_scale, angle_scale: so many units is a stored 1, where a controller takes shares of its greatest step.
     """
 
     kind: Literal["absolute", "delta"] = "absolute"
@@ -69,6 +71,8 @@ class ActionConvention:
     hz: float = 5.0
     position_unit: PositionUnit = "m"
     angle_unit: AngleUnit = "rad"
+    position_scale: float = 1.0
+    angle_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_choices("action", self)
@@ -76,6 +80,9 @@ class ActionConvention:
             raise SimForcingError("action convention: a delta needs relative_to = state or target")
         if not self.hz > 0:
             raise SimForcingError(f"action convention: hz is {self.hz}; give a positive rate")
+        for name in ("position_scale", "angle_scale"):
+            if not getattr(self, name) > 0:
+                raise SimForcingError(f"action convention: {name} is {getattr(self, name)}; give a positive number")
         _check_range("action", self.gripper_range)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,8 +154,8 @@ def _restored(
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise SimForcingError(f"{what} convention: gripper_range is {pair!r}; give two numbers")
         values["gripper_range"] = (float(pair[0]), float(pair[1]))
-    if "hz" in values:
-        values["hz"] = float(values["hz"])
+    for name in {"hz", "position_scale", "angle_scale"} & set(values):
+        values[name] = float(values[name])
     return values
 
 

@@ -10,7 +10,7 @@ Precision policy: weights that are trained, their gradients and both AdamW momen
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from simforcing.train.activations import (
 )
 from simforcing.train.config import KEEP
 from simforcing.train.encode import SHARD
+from simforcing.train.lora import MARK, Adapted, add_adapters
 from simforcing.train.recipe import WAN_CODEC, WAN_TEXT, Recipe
 
 Compute = Literal["bfloat16", "float32"]
@@ -44,6 +45,7 @@ Sharding = Literal["none", "DDP", "FSDP2"]
 Stage = Literal["teacher", "student", "baseline"]
 STAGES: tuple[Stage, ...] = ("teacher", "student", "baseline")
 BYTES: dict[Compute, int] = {"bfloat16": 2, "float32": 4}
+COMPUTE_DTYPE: dict[Compute, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GIB = 2**30
 RESERVE_GIB, RESERVE_SHARE = 2.0, 0.05
 """Allowance for what is not in the table: CUDA context, NCCL, kernels' workspaces; and fragmentation, a share."""
@@ -203,7 +205,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """A recipe on `gpus` GPUs. `batch`: clips a GPU and step; None takes the recipe's.
+    """A recipe on `gpus` GPUs. `batch`: clips a GPU and step; None takes the recipe's. `lora`: rank of a student that
+    trains adapters, which gets rows of its own.
 
     Raises:
         SimForcingError: there is no such codec, or fewer than one GPU or clip.
@@ -213,8 +216,11 @@ class Memory:
     gpus: int = 1
     batch: int | None = None
     compute: Compute = "bfloat16"
+    lora: int | None = None
 
     def __post_init__(self) -> None:
+        if self.lora is not None and self.lora < 1:
+            raise SimForcingError(f"rank {self.lora} of adapters: give at least 1")
         if self.gpus < 1:
             raise SimForcingError(f"{self.gpus} GPUs: memory is computed for at least 1")
         if self.batch is not None and self.batch < 1:
@@ -271,7 +277,8 @@ class Memory:
         """Every stage in every way to train it, and inference of one clip."""
         ways: tuple[Sharding, ...] = ("none",) if self.gpus == 1 else ("DDP", "FSDP2")
         rows = [self.row(stage, way, cp) for stage in STAGES for way in ways for cp in (False, True)]
-        return [*rows, self.inference()]
+        adapted = [] if self.lora is None else [self.adapters(self.lora, ways[0], cp) for cp in (False, True)]
+        return [*rows, *adapted, self.inference()]
 
     def row(self, stage: Stage, sharding: Sharding, checkpointing: bool) -> Row:
         """One stage trained in one way."""
@@ -294,6 +301,32 @@ class Memory:
             copies=self._copies(total, sharding),
             teacher=teacher,
             activations=max(kept, forward_work(*args, batch) if student else 0),
+        )
+
+    def adapters(self, rank: int, sharding: Sharding, checkpointing: bool) -> Row:
+        """A student that trains adapters: it and its teacher hold the projections of the blocks once, in `compute`.
+
+        Activations are those of a whole student, and what every adapter's first product keeps.
+        """
+        model = meta_model(self.recipe, self.codec.channels, sim_condition=True)
+        with torch.device("meta"):
+            add_adapters(model, rank, dtype=COMPUTE_DTYPE[self.compute])
+        whole = self.row("student", sharding, checkpointing)
+        parameters = list(model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+        shared = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if MARK in n)
+        thin = sum(isinstance(m, Adapted) for m in model.video.modules()) * rank * self.shapes.tokens
+        kept = 0 if checkpointing else self.clips("student")[1] * thin * self.arithmetic.item
+        return replace(
+            whole,
+            stage="adapters",
+            weights=frozen + trained * FLOAT,
+            gradients=trained * FLOAT,
+            optimiser=2 * trained * FLOAT,
+            copies=0 if self.arithmetic.item == FLOAT else trained * self.arithmetic.item,
+            teacher=self.weights("teacher")[0] * self.arithmetic.item - shared,
+            activations=whole.activations + kept,
         )
 
     def _copies(self, total: int, sharding: Sharding) -> int:
@@ -340,6 +373,6 @@ class Memory:
 
     def cheapest(self, gpu_gib: float) -> Iterator[tuple[str, Row | None]]:
         """Per stage the way that fits with the least work: without checkpointing before with, DDP before FSDP2."""
-        for stage in (*STAGES, "inference"):
+        for stage in (*STAGES, *([] if self.lora is None else ["adapters"]), "inference"):
             rows = sorted((r for r in self.rows if r.stage == stage), key=lambda r: r.checkpointing)
             yield stage, next((r for r in rows if r.fits(gpu_gib)), None)

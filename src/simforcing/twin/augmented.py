@@ -13,12 +13,13 @@ from PIL import Image
 
 from simforcing.data import SIM, Dataset, LeRobotWriter, open_dataset
 from simforcing.errors import SimForcingError
+from simforcing.files import check_new
 from simforcing.twin.camera import Camera
 from simforcing.twin.coverage import Coverage
 from simforcing.twin.parallel import Workers
 from simforcing.twin.playground import WorldConfig
 from simforcing.twin.replay import state_convention
-from simforcing.twin.robot import BUNDLED, Robot
+from simforcing.twin.robot import Robot
 from simforcing.twin.rollouts import Limits, Maker, Rollout, RolloutConfig, RolloutJob, find_limits
 from simforcing.twin.sheets import page, sheet_picks
 
@@ -80,8 +81,7 @@ def augment(
     that are not positive, and where no rollout at all works out.
     """
     target = Path(out)
-    if target.exists():
-        raise SimForcingError(f"{target}: exists already; choose another output, or delete it first")
+    check_new(target, Path(pairs))
     if per_episode < 1 or seed < 0:
         raise SimForcingError(f"per_episode={per_episode}, seed={seed}: give at least 1 rollout, and no negative seed")
     data = open_dataset(pairs)
@@ -121,7 +121,7 @@ def _robot(data: Dataset, given: Robot | None) -> tuple[Robot, list[str]]:
         )
     if digest == given.sha256 or (digest is None and given.name == name):
         return given, []
-    if name in BUNDLED and given.name == name:
+    if stored.get("bundled") and given.origin == name:
         return given, [f"robot: the bundled {name} has changed since the pairs were made"]
     raise SimForcingError(f"{data.root}: made with '{name}', and {given.source} is another model; give that one")
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from simforcing.data import Dataset, Episode, open_dataset
 from simforcing.errors import SimForcingError
-from simforcing.files import partial_path, write_text
+from simforcing.files import check_new, partial_path, write_text
 from simforcing.twin.camera import Camera
 from simforcing.twin.camera_fit import Calibration, Effort, Report, Track, fit_camera
 from simforcing.twin.pairs import Conventions, choose_camera
@@ -107,13 +107,14 @@ def calibrate(
     times = restarts if restarts is not None else _RESTARTS if effort is None else 1
     if times < 1:
         raise SimForcingError(f"{times} searches: at least one is needed")
+    if fovy is not None and not 1.0 <= fovy <= 170.0:
+        raise SimForcingError(f"field of view {fovy:g} degrees: give 1 to 170")
     target, tell = Path(out), report or (lambda stage, share, words: None)
     numbers = _numbers(data, source.episodes, None if per_episode else MOST_EPISODES)
     files = [target.with_stem(f"{target.stem}_{n:06d}") for n in numbers] if per_episode else [target]
     report_file, pictures = target.with_suffix(".report.json"), target.with_suffix(".overlays")
     for path in (*files, report_file, pictures):
-        if path.exists():
-            raise SimForcingError(f"{path}: exists already; choose another output, or delete it first")
+        check_new(path, data.root)
     reader = _Reader(data, robot, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawn = partial_path(pictures)

@@ -4,8 +4,6 @@ The joint paths of all episodes are found first, so that bad input ends before a
 drawn one by one, each kept when it is finished (`parts.py`), and put together at the end.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,14 +18,16 @@ from jaxtyping import Float32, Float64
 from simforcing.data import REAL, SIM, ActionConvention, Dataset, Episode, LeRobotWriter
 from simforcing.data.actions import from_poses, names
 from simforcing.data.audit import open_checked
+from simforcing.data.cache import source_hash
 from simforcing.data.episode import Rotation, StateConvention, nearest
 from simforcing.errors import SimForcingError
+from simforcing.files import check_new
 from simforcing.twin import qa
 from simforcing.twin.camera import Camera, default_camera
 from simforcing.twin.parallel import Engine, Workers
 from simforcing.twin.parts import Drawing, Found, Job, Part, Store, Tools, draw, draw_in_worker, find, find_in_worker
 from simforcing.twin.replay import Follow, Tolerance, commanded, infer_gripper, openings, state_convention
-from simforcing.twin.robot import Robot
+from simforcing.twin.robot import BUNDLED, Robot
 from simforcing.twin.sheets import page
 
 _WRIST = ("wrist", "hand", "gripper", "tcp")
@@ -148,7 +148,7 @@ def pair(
     counts and lists them), a camera of another shape, and a machine without renderer.
     """
     target = Path(out)
-    _check(target, shard)
+    _check(target, dataset.root if isinstance(dataset, Dataset) else Path(dataset), shard, qa_episodes)
     if first_frame == "masked" and camera is None and arm_masks is None:
         raise SimForcingError("a masked first frame needs a camera file that fits, or arm masks")
     data = dataset if isinstance(dataset, Dataset) else open_checked(dataset, skip_bad=skip_bad, video=False)
@@ -183,9 +183,10 @@ def pair(
     return run.carry_out(target, shard, notes)
 
 
-def _check(target: Path, shard: tuple[int, int] | None) -> None:
-    if target.exists():
-        raise SimForcingError(f"{target}: exists already; choose another output, or delete it first")
+def _check(target: Path, source: Path, shard: tuple[int, int] | None, qa_episodes: int) -> None:
+    check_new(target, source)
+    if qa_episodes < 0:
+        raise SimForcingError(f"{qa_episodes} episodes with a contact sheet: give 0 or more")
     if shard is not None and not 1 <= shard[0] <= shard[1]:
         raise SimForcingError(f"shard {shard[0]}/{shard[1]}: give i/n with i from 1 to n")
 
@@ -218,9 +219,9 @@ def _numbers(data: Dataset, episodes: Sequence[int] | None) -> list[int]:
 
 def _plan(data: Dataset, robot: Robot, job: Job, numbers: Sequence[int]) -> dict[str, Any]:
     """What must be the same for a run to go on: everything that a drawn episode depends on."""
-    content = json.dumps([data.root.name, data.fps, data.lengths, data.tasks, list(numbers)]).encode()
     return {
-        "dataset": hashlib.sha256(content).hexdigest()[:16],
+        "dataset": [source_hash(data.root), list(numbers)],
+        "arm masks": None if job.arm_masks is None else source_hash(job.arm_masks),
         "robot": [robot.name, robot.sha256, robot.ee_name],
         "camera": {"key": job.key, "calibrated": job.calibrated, **job.camera.to_dict()},
         "cameras": {str(number): camera.to_dict() for number, camera in job.cameras.items()},
@@ -358,7 +359,8 @@ class _Run:
         return {
             "action": job.convention.to_dict(),
             "state": job.state.to_dict(),
-            "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name},
+            "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name}
+            | {"bundled": robot.origin in BUNDLED},
             "camera": {"key": job.key, "source": source, **job.camera.to_dict()},
             "source": {"dataset": self.data.root.name, "follow": job.follow, "state_rotation": job.state.rotation},
             "tool_offset": None if job.offset is None else job.offset.tolist(),

@@ -228,7 +228,10 @@ class Store:
             self.root.mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(plan, indent=1) + "\n")
             return
-        before = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise SimForcingError(f"{file}: cannot be read ({error}); delete {self.root} to begin anew") from error
         different = sorted(key for key in {*plan, *before} if plan.get(key) != before.get(key))
         if different:
             raise SimForcingError(

@@ -35,6 +35,11 @@ class Tolerance:
     position: float = 0.01
     rotation: float = float(np.radians(5.0))
 
+    def __post_init__(self) -> None:
+        if not (0 < self.position < np.inf and 0 < self.rotation < np.inf):
+            degrees = np.degrees(self.rotation)
+            raise SimForcingError(f"largest miss {100 * self.position:g} cm, {degrees:g} degrees: give both above zero")
+
 
 @dataclass(frozen=True)
 class JointPath:

@@ -62,12 +62,12 @@ class RolloutConfig:
     change: AugmentConfig = field(default_factory=lambda: AugmentConfig(mirror=0.0, reverse=0.1, offset=0.04))
 
     def __post_init__(self) -> None:
-        if min(self.spliced, self.reaching) < 0 or self.spliced + self.reaching > 1:
+        if not (min(self.spliced, self.reaching) >= 0 and self.spliced + self.reaching <= 1):
             raise SimForcingError(
                 f"augmentation spliced={self.spliced}, reaching={self.reaching}: shares must not be negative and "
                 "sum to at most 1"
             )
-        if self.attempts < 1 or self.start < 0:
+        if self.attempts < 1 or not 0 <= self.start < np.inf:
             raise SimForcingError(f"augmentation attempts={self.attempts}, start={self.start}: must be positive")
 
 
