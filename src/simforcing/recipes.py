@@ -193,7 +193,7 @@ POLICIES: dict[str, PolicyRecipe] = {
         notes=(
             "FastWAM's values for LIBERO: every row of every episode begins a window of 33. Batch 16 a process; it "
             "trains on 8 GPUs, so on 128 windows a step, with --seed 42.",
-            f"To supply: {TO_SUPPLY[WAN_CODEC]}; {TO_SUPPLY[WAN_TEXT]}; and --start with what to start from.",
+            f"To supply: {TO_SUPPLY[WAN_CODEC]}; {TO_SUPPLY[WAN_TEXT]}; and --from with what to start from.",
             "Not FastWAM's: episodes are held out, statistics are of the others, no weight decay on norms, biases and "
             "modulations (docs/decisions.md).",
         ),

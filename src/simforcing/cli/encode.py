@@ -119,21 +119,10 @@ class Encode:
 
     def _split(self, dataset: "Dataset", without: list[int], found: "Recipe") -> dict[str, list[int]]:
         """Parts of the episodes that have a window, by their positions in the dataset."""
-        from simforcing.data.windows import split_episodes, starts
-        from simforcing.train.encode import positions
+        from simforcing.train.encode import Pairs, divided
 
-        every = self._every(found)
-        places = zip(positions(dataset), dataset.lengths, strict=True)
-        kept = [place for place, n in places if place not in without and starts(n, found.rule, every)]
-        val = max(1, len(kept) // 10) if self.val is None else self.val
-        if kept and len(kept) <= val + self.test:
-            raise SimForcingError(
-                f"{self.data}: {len(kept)} episodes leave none to train on with {val} for validation and "
-                f"{self.test} for testing"
-            )
-        parts = {"train": None, "val": val, "test": self.test}
-        split = split_episodes(len(kept), parts if kept else {"train": None}, self.seed)
-        return {name: [kept[i] for i in part] for name, part in split.items()}
+        content = Pairs(found.rule, self._every(found))
+        return divided(dataset, content, without=without, val=self.val, test=self.test, seed=self.seed)
 
     def _save_split(self, split: dict[str, list[int]], made: "Encoded") -> None:
         from simforcing.data.windows import load_split, save_split

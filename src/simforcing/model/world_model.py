@@ -76,6 +76,7 @@ class WorldModel(Unit):
     """
 
     config_type: ClassVar[type[WorldModelConfig]] = WorldModelConfig
+    preparation_type: ClassVar[type[Preparation]] = Preparation
 
     def __init__(self, config: WorldModelConfig, preparation: Preparation | None = None) -> None:
         super().__init__()
@@ -337,7 +338,7 @@ def load_model(root: Path, kind: type[M], dtype: torch.dtype | None = torch.floa
         config = kind.config_type.from_dict(description["model"])
         preparation = None
         if description["preparation"] is not None:
-            preparation = Preparation.from_dict(
+            preparation = kind.preparation_type.from_dict(
                 description["preparation"], json.loads((root / "stats.json").read_text())
             )
         # Copies: aligned as fresh tensors are (products with one row round by that), and free of the file.

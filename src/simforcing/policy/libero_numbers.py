@@ -62,10 +62,24 @@ def to_environment(
     binarise: the gripper becomes -1 or +1 (0 if it is exactly half open, which moves it neither way).
     """
     check_shape("normalised", normalised, [*normalised.shape[:-1], GRIPPER + 1])
-    action = stats.denormalize(normalised).copy()
+    return from_recording(stats.denormalize(normalised), binarise)
+
+
+def from_recording(recorded: Float[Array, "*A 7"], binarise: bool = True) -> Float32[Array, "*A 7"]:
+    """What the environment is given for actions as they are recorded; `binarise` as in `to_environment`."""
+    check_shape("recorded", recorded, [*recorded.shape[:-1], GRIPPER + 1])
+    action = recorded.astype(np.float32)
     gripper = -(2 * action[..., GRIPPER] - 1)
     action[..., GRIPPER] = np.sign(gripper) if binarise else gripper
     return action
+
+
+def to_recording(action: Float[Array, "*A 7"]) -> Float32[Array, "*A 7"]:
+    """Inverse of `from_recording` without `binarise`."""
+    check_shape("action", action, [*action.shape[:-1], GRIPPER + 1])
+    recorded = action.astype(np.float32)
+    recorded[..., GRIPPER] = (1 - recorded[..., GRIPPER]) / 2
+    return recorded
 
 
 def action_window(

@@ -16,12 +16,13 @@ No variant needs a mask: video tokens are computed first, without looking at act
 and values that it is given.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, get_args
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Complex64, Float, Float32
+from jaxtyping import Bool, Complex64, Float, Float32, UInt8
 from torch import Tensor, nn
 
 from simforcing.errors import InputError, SimForcingError, check_shape
@@ -29,6 +30,10 @@ from simforcing.model.experts import ActionExpert, KeysValues, frame_rope, index
 from simforcing.model.mixture import Condition, action_block, watch
 from simforcing.model.preparation import Preparation
 from simforcing.model.world_model import WorldModel, WorldModelConfig
+from simforcing.policy.preparation import PolicyPreparation
+
+if TYPE_CHECKING:
+    from simforcing.policy.agent import Agent
 
 Variant = Literal["first-frame", "joint", "idm"]
 
@@ -82,10 +87,39 @@ class Policy(WorldModel):
     """
 
     config_type: ClassVar[type[WorldModelConfig]] = PolicyConfig
+    preparation_type: ClassVar[type[Preparation]] = PolicyPreparation
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, preparation: Preparation | None = None) -> None:
         super().__init__(config, preparation)
+        self._agent: Agent | None = None
+
+    def act(
+        self,
+        images: Mapping[str, UInt8[np.ndarray, "B H W 3"]],
+        state: Float[np.ndarray, "B p"],
+        instruction: Sequence[str],
+        seed: int | Sequence[int] = 0,
+        steps: int = 10,
+    ) -> Float32[np.ndarray, "B A a"]:
+        """The next `horizon` actions, batched: pixels, stored numbers and words in, stored units out, nothing clipped.
+
+        images: RGB by camera, exactly those of `preparation.cameras`, as in the recordings (also turned as they are);
+            any size of the recordings' shape.
+        state: in the units and order of the recordings, finite.
+        seed: of the noise that denoising starts from: the same for every sample, or one each. No sample depends on
+            its batch.
+        steps: denoising steps.
+
+        Raises:
+            InputError: an argument does not fit; one line that names it, what it is and what it must be.
+            SimForcingError: the policy does not say what it looks at, or its codec is not to be had.
+        """
+        if self._agent is None:
+            from simforcing.policy.agent import Agent  # uses this class: this method is its front door
+
+            self._agent = Agent(self)
+        return self._agent.act(images, state, instruction, seed, steps)
 
     def action_condition(self, context: Float[Tensor, "B L X"], video: Condition) -> ActionCondition:
         """For `denoise_actions`; `video`: the condition of the video, under the same context."""

@@ -37,20 +37,29 @@ SETTINGS: dict[SettingName, Setting] = {
 }
 
 
+def check_variant(name: SettingName, variant: Variant) -> Setting:
+    """The setting, which must be one of this variant.
+
+    Raises:
+        SimForcingError: it is not, or there is none of this name.
+    """
+    if name not in SETTINGS:
+        raise SimForcingError(f"setting {name!r}: there are {', '.join(SETTINGS)}")
+    setting = SETTINGS[name]
+    if variant not in setting.variants:
+        raise SimForcingError(
+            f"setting {name} trains policies of variant {' or '.join(setting.variants)}, this is one of {variant}"
+        )
+    return setting
+
+
 def prepare(policy: Policy, name: SettingName) -> PolicyObjective:
     """Sets what is trained in this setting, and gives its objective.
 
     Raises:
         SimForcingError: the setting is not one of this variant.
     """
-    if name not in SETTINGS:
-        raise SimForcingError(f"setting {name!r}: there are {', '.join(SETTINGS)}")
-    setting = SETTINGS[name]
-    if policy.config.variant not in setting.variants:
-        raise SimForcingError(
-            f"setting {name} trains policies of variant {' or '.join(setting.variants)}, this is one of "
-            f"{policy.config.variant}"
-        )
+    setting = check_variant(name, policy.config.variant)
     train(policy, setting.train_video, setting.objective)
     return setting.objective
 

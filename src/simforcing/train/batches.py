@@ -6,17 +6,18 @@ number `index` of an epoch is its entry, whatever the batch size and the number 
 Legend: N clips, B batch, C channels, F latent frames, H W latent grid, A actions, L context tokens, X text width.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Literal
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from simforcing.data.cache import Cache, Rows
@@ -62,43 +63,33 @@ def _order(seed: int, epoch: int, clips: int) -> Int64[np.ndarray, " N"]:
     return np.random.default_rng([seed, epoch]).permutation(clips)
 
 
-@dataclass(frozen=True)
-class LatentClips:
-    """Windows of episodes as latents, with normalised actions and proprioception and the context of each instruction.
+B = TypeVar("B")
 
-    `real` or `sim` may be missing; where both are there, a clip is a pair.
-    """
 
-    action: Float[Tensor, "N A a"]
-    proprio: Float[Tensor, "N p"]
-    task: Int64[Tensor, " N"]
-    text: Mapping[Domain, Text | LazyText]  # by task; the same object where both domains have the same prompt
+class Clips(ABC, Generic[B]):
+    """Windows of episodes; a frozen dataclass whose fields `by_clip` have a row a window, whatever they hold."""
+
+    by_clip: ClassVar[tuple[str, ...]]
     episode: Int64[Tensor, " N"]
     start: Int64[Tensor, " N"]
-    real: Latents | None = None
-    sim: Latents | None = None
+
+    @abstractmethod
+    def take(self, rows: Int64[Tensor, " B"]) -> B:
+        """A batch of these rows."""
 
     def __len__(self) -> int:
-        return len(self.action)
+        return len(self.episode)
 
-    def select(self, rows: Tensor) -> "LatentClips":
+    def select(self, rows: Int64[Tensor, " B"]) -> Self:
         """The clips of these rows."""
 
-        def cut(x: Latents | None) -> Latents | None:
+        def cut(x: Any) -> Any:
             return x.select(rows) if isinstance(x, StoredLatents) else None if x is None else x[rows]
 
-        return replace(
-            self,
-            action=self.action[rows],
-            proprio=self.proprio[rows],
-            task=self.task[rows],
-            episode=self.episode[rows],
-            start=self.start[rows],
-            real=cut(self.real),
-            sim=cut(self.sim),
-        )
+        changed: dict[str, Any] = {name: cut(getattr(self, name)) for name in self.by_clip}
+        return replace(self, **changed)  # type: ignore[type-var]
 
-    def only(self, episodes: list[int]) -> "LatentClips":
+    def only(self, episodes: list[int]) -> Self:
         """The clips of these episodes.
 
         Raises:
@@ -124,17 +115,17 @@ class LatentClips:
         places = range(step * total, (step + 1) * total)[rank::world]
         return [self.sample(seed, place // n, place % n) for place in places]
 
-    def batch(self, size: int, seed: int, step: int, rank: int = 0, world: int = 1) -> Batch:
+    def batch(self, size: int, seed: int, step: int, rank: int = 0, world: int = 1) -> B:
         """Batch number `step` of a run with this seed, or the part of it that is for process `rank` of `world`."""
         return self.take(torch.tensor(self.rows(size, seed, step, rank, world)))
 
-    def batches(self, size: int, seed: int, first: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+    def batches(self, size: int, seed: int, first: int = 0, rank: int = 0, world: int = 1) -> Iterator[B]:
         """Batches from number `first` on, without end, each read while the ones before it are used.
 
         What goes wrong while reading is raised when that batch is asked for. Close the iterator to end its thread.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-            waiting: deque[Future[Batch]] = deque()
+            waiting: deque[Future[B]] = deque()
             try:
                 for step in count(first):
                     waiting.append(pool.submit(self.batch, size, seed, step, rank, world))
@@ -144,12 +135,34 @@ class LatentClips:
                 for future in waiting:
                     future.cancel()
 
+    def names(self, size: int, seed: int, step: int, rank: int = 0, world: int = 1) -> list[str]:
+        """Which episodes and starts a batch held, for messages."""
+        rows = self.rows(size, seed, step, rank, world)
+        return [f"episode {int(self.episode[r])} start {int(self.start[r])}" for r in rows]
+
+
+@dataclass(frozen=True)
+class LatentClips(Clips[Batch]):
+    """Windows of episodes as latents, with normalised actions and proprioception and the context of each instruction.
+
+    `real` or `sim` may be missing; where both are there, a clip is a pair.
+    """
+
+    by_clip = ("action", "proprio", "task", "episode", "start", "real", "sim")
+    action: Float[Tensor, "N A a"]
+    proprio: Float[Tensor, "N p"]
+    task: Int64[Tensor, " N"]
+    text: Mapping[Domain, Text | LazyText]  # by task; the same object where both domains have the same prompt
+    episode: Int64[Tensor, " N"]
+    start: Int64[Tensor, " N"]
+    real: Latents | None = None
+    sim: Latents | None = None
+
     def take(self, rows: Tensor) -> Batch:
         """A batch of these rows; real latents are what is learnt where there are any."""
 
         def text(domain: Domain) -> tuple[Tensor, Tensor]:
-            found, task = self.text[domain], self.task[rows]
-            return found.of(task) if isinstance(found, LazyText) else (found[0][task], found[1][task])
+            return text_of(self.text[domain], self.task[rows])
 
         action, proprio = self.action[rows], self.proprio[rows]
         if self.real is None:
@@ -169,11 +182,6 @@ class LatentClips:
         """The same clips with this domain's latents only."""
         return replace(self, sim=None) if domain == "real" else replace(self, real=None)
 
-    def names(self, size: int, seed: int, step: int, rank: int = 0, world: int = 1) -> list[str]:
-        """Which episodes and starts a batch held, for messages."""
-        rows = self.rows(size, seed, step, rank, world)
-        return [f"episode {int(self.episode[r])} start {int(self.start[r])}" for r in rows]
-
 
 def from_cache(arrays: Mapping[str, np.ndarray], tasks: list[str], preparation: Preparation) -> LatentClips:
     """Encoded clips as `train.encode` stored them, prepared for a model.
@@ -183,7 +191,7 @@ def from_cache(arrays: Mapping[str, np.ndarray], tasks: list[str], preparation: 
     """
     action, proprio = preparation.normalise(arrays["action"], arrays["proprio"])
     task, episode, start = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("task", "episode", "start"))
-    real, sim = (_latents(arrays, k) if k in arrays else None for k in ("real", "sim"))
+    real, sim = (latents_in(arrays, k) if k in arrays else None for k in ("real", "sim"))
     prepared = reading(preparation, arrays)
     stored = prepared is not preparation
     real_text = table(prepared, tasks, "real", stored)
@@ -195,5 +203,11 @@ def from_cache(arrays: Mapping[str, np.ndarray], tasks: list[str], preparation: 
     return LatentClips(action, proprio, task, text, episode, start, real, sim)
 
 
-def _latents(arrays: Mapping[str, np.ndarray], name: str) -> Latents:
+def latents_in(arrays: Mapping[str, np.ndarray], name: str) -> Latents:
+    """Latents of a cache, left on disk, or of arrays in memory, shared."""
     return StoredLatents(arrays.rows(name)) if isinstance(arrays, Cache) else torch.from_numpy(arrays[name])
+
+
+def text_of(found: Text | LazyText, task: Int64[Tensor, " B"]) -> tuple[Float[Tensor, "B L X"], Bool[Tensor, "B L"]]:
+    """Context and mask of each sample's instruction."""
+    return found.of(task) if isinstance(found, LazyText) else (found[0][task], found[1][task])

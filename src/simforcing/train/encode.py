@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
+from torch import Tensor
 
 from simforcing.data.cache import CacheWriter, source_hash
 from simforcing.data.episode import REAL, SIM, Dataset, Episode
 from simforcing.data.formats import survey
 from simforcing.data.problems import Problems
 from simforcing.data.source import assemble
-from simforcing.data.windows import ClipRule, resize_crop, starts
+from simforcing.data.windows import ClipRule, resize_crop, split_episodes, starts
 from simforcing.errors import SimForcingError
 from simforcing.model.codec import Codec, load_codec, to_unit
 from simforcing.train.words import Words
@@ -57,15 +58,62 @@ class Encoded:
     left_out: tuple[tuple[int, str], ...] = ()
 
 
+Latents = Callable[[Tensor], np.ndarray]
+"""Stored latents [k, C, F, h, w] of pictures: uint8 [k, T, H, W, 3], or in [-1, 1] and [k, 3, T, H, W]."""
+Pictures = TypeVar("Pictures", np.ndarray, Tensor)
+
+
+class Content(Protocol):
+    """Which windows an episode gives, and what is stored of each. It travels to the workers."""
+
+    @property
+    def rule(self) -> ClipRule:
+        """How a window is cut."""
+
+    def starts(self, length: int) -> Sequence[int]:
+        """First rows of the windows of an episode of so many rows, ascending."""
+
+    def header(self, dataset: Dataset, codec: Codec) -> dict[str, Any]:
+        """Whatever would make the cache another one."""
+
+    def arrays(self, episode: Episode, first: Sequence[int], latents: Latents) -> dict[str, np.ndarray]:
+        """What is stored of the windows that begin at these rows, a row each."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Content of a world model's cache: windows that fit in their episode, the real and the simulated view."""
+
+    rule: ClipRule
+    every: int = 1
+
+    def starts(self, length: int) -> Sequence[int]:
+        """See `Content`."""
+        return starts(length, self.rule, self.every)
+
+    def header(self, dataset: Dataset, codec: Codec) -> dict[str, Any]:
+        """See `describe`."""
+        return describe(dataset, codec, self.rule, self.every)
+
+    def arrays(self, episode: Episode, first: Sequence[int], latents: Latents) -> dict[str, np.ndarray]:
+        """Actions, state at the first row, latents of each view that there is."""
+        found: dict[str, np.ndarray] = {
+            "action": np.stack([episode.action[s : s + self.rule.actions] for s in first]),
+            "proprio": episode.state[first],
+        }
+        for domain in domains_of(episode.cameras):
+            pictures = windows(episode, CAMERAS[domain], first, self.rule)
+            found[domain] = np.concatenate([latents(torch.from_numpy(frames)) for frames in pictures])
+        return found
+
+
 @dataclass(frozen=True)
 class Job:
     """What is the same for all shards; it travels to the workers. codec: a source that `load_codec` knows."""
 
     root: Path
     skipped: tuple[tuple[int, str], ...]
-    rule: ClipRule
-    every: int
-    domains: tuple[str, ...]
+    content: Content
     tasks: tuple[str, ...]
     skip_bad: bool
     writer: CacheWriter
@@ -99,28 +147,22 @@ class Tools:
 
     def _episode(self, episode: Episode, position: int) -> dict[str, np.ndarray]:
         """One row a window; each carries the extremes of its episode's rows, which statistics are made of."""
-        rule, task = self.job.rule, self.job.tasks.index(episode.task)
-        first = starts(episode.length, rule, self.job.every)
+        first = self.job.content.starts(episode.length)
         n = len(first)
-        arrays: dict[str, np.ndarray] = {
-            "action": np.stack([episode.action[s : s + rule.actions] for s in first]),
-            "proprio": episode.state[first],
+        arrays = self.job.content.arrays(episode, first, partial(self._latents, episode)) | {
             "episode": np.full(n, position, np.int32),
             "start": np.array(first, np.int32),
-            "task": np.full(n, task, np.int32),
+            "task": np.full(n, self.job.tasks.index(episode.task), np.int32),
         }
-        for domain in self.job.domains:
-            pictures = windows(episode, CAMERAS[domain], first, rule)
-            latents = [self._latents(frames, episode) for frames in pictures]
-            arrays[domain] = np.concatenate(latents)
         for name, rows in (("action", episode.action), ("state", episode.state)):
             for kind, extreme in (("min", rows.min(axis=0)), ("max", rows.max(axis=0))):
                 arrays[f"{name}_{kind}"] = np.repeat(extreme[None].astype(np.float32), n, axis=0)
         return arrays
 
     @torch.inference_mode()
-    def _latents(self, frames: UInt8[np.ndarray, "k T H W 3"], episode: Episode) -> np.ndarray:
-        video = to_unit(torch.from_numpy(frames).to(self.job.device))
+    def _latents(self, episode: Episode, pictures: Tensor) -> np.ndarray:
+        video = pictures.to(self.job.device)
+        video = to_unit(video) if video.dtype == torch.uint8 else video
         latents: np.ndarray = self.codec.encode(video).half().cpu().numpy()
         if not np.isfinite(latents).all():
             raise SimForcingError(f"{episode.where}: its latents do not fit float16; use a codec that normalises them")
@@ -136,21 +178,40 @@ def positions(dataset: Dataset) -> list[int]:
 def windows(
     episode: Episode, camera: str, first: Sequence[int], rule: ClipRule
 ) -> Iterator[UInt8[np.ndarray, "k T H W 3"]]:
-    """Pictures of the windows that begin at these ascending rows, k at a time; equal to those of `load_clip`.
+    """Pictures of the windows that begin at these ascending rows, k at a time; equal to those of `load_clip`."""
 
-    A frame that several windows share is decoded once, save where more rows than `GROUP` lie between them.
+    def read(rows: list[int]) -> UInt8[np.ndarray, "n H W 3"]:
+        return resize_crop(episode.frames(camera, rows), rule.height, rule.width)
+
+    return grouped([range(s, s + rule.steps, rule.stride) for s in first], read, together(rule))
+
+
+def together(rule: ClipRule) -> int:
+    """Windows that the codec gets at once."""
+    return max(1, PIXELS // (rule.frames * rule.height * rule.width * 3))
+
+
+def grouped(picks: Sequence[Sequence[int]], read: Callable[[list[int]], Pictures], size: int) -> Iterator[Pictures]:
+    """Pictures of windows that begin at ascending rows, each given by its rows, `size` windows at a time.
+
+    A frame that several windows share is read once, save where more rows than `GROUP` lie between them.
     """
-    size = max(1, PIXELS // (rule.frames * rule.height * rule.width * 3))
     at = 0
-    while at < len(first):
-        group = [s for s in first[at:] if s + rule.steps <= first[at] + max(GROUP, rule.steps)]
-        rows = sorted({s + i * rule.stride for s in group for i in range(rule.frames)})
+    while at < len(picks):
+        end = picks[at][0] + max(GROUP, picks[at][-1] - picks[at][0] + 1)
+        group = [rows for rows in picks[at:] if rows[-1] < end]
+        rows = sorted({row for window in group for row in window})
         place = {row: i for i, row in enumerate(rows)}
-        pictures = resize_crop(episode.frames(camera, rows), rule.height, rule.width)
-        picks = [[place[s + i * rule.stride] for i in range(rule.frames)] for s in group]
-        for i in range(0, len(picks), size):
-            yield pictures[np.array(picks[i : i + size])]
+        pictures = read(rows)
+        chosen = np.array([[place[row] for row in window] for window in group])
+        for i in range(0, len(group), size):
+            yield pictures[chosen[i : i + size]]
         at += len(group)
+
+
+def domains_of(cameras: Sequence[str]) -> list[str]:
+    """Which views there are, in the order in which they are stored."""
+    return [domain for domain, key in CAMERAS.items() if key in cameras]
 
 
 def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict[str, Any]:
@@ -160,7 +221,7 @@ def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict
         SimForcingError: the dataset has neither view, or its windows do not fit the codec.
     """
     codec.latent_shape(rule.frames, rule.height, rule.width)
-    domains = [d for d, key in CAMERAS.items() if key in dataset.cameras]
+    domains = domains_of(dataset.cameras)
     if not domains:
         known = ", ".join(dataset.cameras)
         raise SimForcingError(
@@ -169,11 +230,18 @@ def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict
     return {
         "codec": codec.identity,
         "normalisation": {"pixels": [-1, 1], "latents": "codec", "actions": "as stored", "stored": "float16"},
+        "domains": domains,
+        **described(dataset, rule, every),
+    }
+
+
+def described(dataset: Dataset, rule: ClipRule, every: int) -> dict[str, Any]:
+    """The part of a header that says which windows of which dataset they are."""
+    return {
         "rule": asdict(rule),
         "resolution": [rule.height, rule.width],
         "every": every,
         "shard": SHARD,
-        "domains": domains,
         "source": source_hash(dataset.root),
         "skipped": [index for index, _ in dataset.skipped],
         "action": dataset.action_convention.to_dict(),
@@ -181,11 +249,17 @@ def describe(dataset: Dataset, codec: Codec, rule: ClipRule, every: int) -> dict
 
 
 def encode_dataset(
+    dataset: Dataset, out: Path, codec: Codec, rule: ClipRule, every: int = 1, **options: Any
+) -> Encoded:
+    """Every window (`every` rows apart) of both views, for world models; options of `encode_windows`."""
+    return encode_windows(dataset, out, codec, Pairs(rule, every), **options)
+
+
+def encode_windows(
     dataset: Dataset,
     out: Path,
     codec: Codec,
-    rule: ClipRule,
-    every: int = 1,
+    content: Content,
     *,
     words: Words | None = None,
     skip_bad: bool = False,
@@ -195,7 +269,7 @@ def encode_dataset(
     device: str = "cpu",
     report: Report = lambda stage, done, total: None,
 ) -> Encoded:
-    """Encodes every window (`every` rows apart) of every episode, and all prompts where there are `words`.
+    """Encodes every window of every episode, and all prompts where there are `words`.
 
     Goes on where a run with the same settings stopped; shards that are there are checked and kept, also of a complete
     cache. skip_bad: leave out episodes that cannot be read, also those found out only when they are decoded. workers:
@@ -210,16 +284,16 @@ def encode_dataset(
         raise SimForcingError("several workers need the source of the codec, as load_codec takes it")
     if out.exists() and not out.is_dir():
         raise SimForcingError(f"{out}: is a file; choose another directory")
-    kept, tasks, bad = _survey(dataset, rule, skip_bad)
-    header = describe(dataset, codec, rule, every)
+    kept, tasks, bad = _survey(dataset, content, skip_bad)
+    header = content.header(dataset, codec)
     header["text"] = None if words is None else words.identity(tasks)
-    parts = cut(dataset.lengths, kept, rule, every)
+    parts = cut(kept, [len(content.starts(dataset.lengths[index])) for index in kept])
     texts = {} if words is None else {f"text-{i:05d}.safetensors": p for i, p in enumerate(words.parts(tasks))}
     writer = CacheWriter(out, header, [*texts, *(_name(i) for i in range(len(parts)))])
     todo, left = _todo(writer, shard, report)
     threads = None if workers == 1 else max(1, (os.cpu_count() or 1) // workers)
-    job = Job(dataset.root, dataset.skipped, rule, every, tuple(header["domains"]), tuple(tasks), skip_bad, writer,
-              parts, codec_source, device, threads)  # fmt: skip
+    job = Job(dataset.root, dataset.skipped, content, tuple(tasks), skip_bad, writer, parts, codec_source, device,
+              threads)  # fmt: skip
     for number, (name, prompts) in enumerate(texts.items()):
         if name in todo and words is not None:
             writer.save(name, words.embed(prompts), {"bad": {}})
@@ -238,7 +312,7 @@ def encode_dataset(
 
 
 def _encode(job: Job, tools: Tools, todo: Sequence[int], workers: int, report: Report) -> None:
-    total = sum(len(starts(tools.dataset.lengths[e], job.rule, job.every)) for i in todo for e in job.parts[i])
+    total = sum(len(job.content.starts(tools.dataset.lengths[e])) for i in todo for e in job.parts[i])
     done = 0
     with Workers(workers) as team:
         work: Callable[[int], int] = tools.make if team.here else partial(make_in_worker, job)
@@ -247,7 +321,7 @@ def _encode(job: Job, tools: Tools, todo: Sequence[int], workers: int, report: R
             report("encoding", done, max(total, done))
 
 
-def _survey(dataset: Dataset, rule: ClipRule, skip_bad: bool) -> tuple[list[int], list[str], dict[int, str]]:
+def _survey(dataset: Dataset, content: Content, skip_bad: bool) -> tuple[list[int], list[str], dict[int, str]]:
     """Episodes that can be read and are long enough, all tasks, and what is wrong with the others by position."""
     kept, tasks, bad, where = [], set(), {}, positions(dataset)
     for index, length in enumerate(dataset.lengths):
@@ -259,27 +333,49 @@ def _survey(dataset: Dataset, rule: ClipRule, skip_bad: bool) -> tuple[list[int]
             bad[where[index]] = str(error)
             continue
         tasks.add(task)
-        if length >= rule.steps:
+        if content.starts(length):
             kept.append(index)
     if not kept:
         raise SimForcingError(
-            f"{dataset.root}: no episode has the {rule.steps} rows of a window; use a shorter clip rule"
+            f"{dataset.root}: no episode has the {content.rule.steps} rows of a window; use a shorter clip rule"
         )
     return kept, sorted(tasks), bad
 
 
-def cut(lengths: Sequence[int], kept: Sequence[int], rule: ClipRule, every: int) -> tuple[tuple[int, ...], ...]:
-    """Whole episodes in order, cut into shards of at least `SHARD` clips (the last may have fewer)."""
+def cut(kept: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Episodes in order, with the number of clips of each, cut into shards of at least `SHARD` clips (not the last)."""
     parts: list[tuple[int, ...]] = []
     part: list[int] = []
     clips = 0
-    for index in kept:
+    for index, count in zip(kept, counts, strict=True):
         part.append(index)
-        clips += len(starts(lengths[index], rule, every))
+        clips += count
         if clips >= SHARD:
             parts.append(tuple(part))
             part, clips = [], 0
     return (*parts, tuple(part)) if part else tuple(parts)
+
+
+def divided(dataset: Dataset, content: Content, *, without: Sequence[int] = (), val: int | None = None, test: int = 0,
+            seed: int = 0) -> dict[str, list[int]]:  # fmt: skip
+    """Parts of the episodes that have a window, by position in the dataset; `without` some positions.
+
+    val: episodes for validation, by default a tenth, at least one.
+
+    Raises:
+        SimForcingError: none are left to train on.
+    """
+    places = zip(positions(dataset), dataset.lengths, strict=True)
+    kept = [place for place, length in places if place not in without and content.starts(length)]
+    val = max(1, len(kept) // 10) if val is None else val
+    if kept and len(kept) <= val + test:
+        raise SimForcingError(
+            f"{dataset.root}: {len(kept)} episodes leave none to train on with {val} for validation and {test} for "
+            "testing"
+        )
+    parts = {"train": None, "val": val, "test": test}
+    split = split_episodes(len(kept), parts if kept else {"train": None}, seed)
+    return {name: [kept[i] for i in part] for name, part in split.items()}
 
 
 def _todo(writer: CacheWriter, shard: tuple[int, int] | None, report: Report) -> tuple[set[str], int]:

@@ -1,4 +1,4 @@
-"""The training loop of teacher, student and baselines: any device, one process or many, resumes from its directory.
+"""The training loop of world models and policies: any device, one process or many, resumes from its directory.
 
 Every draw follows from (seed, place of a clip in the run), so a step can be computed again alone, a resumed run equals
 an uninterrupted one, and it does not matter how the clips of a step are shared by processes and backward passes. No
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,33 +22,45 @@ from torch import Tensor
 
 from simforcing.errors import SimForcingError
 from simforcing.model.world_model import WorldModel
-from simforcing.train.batches import LatentClips
+from simforcing.train.batches import Clips
 from simforcing.train.checkpoint import Progress, State, resume, save_checkpoint
 from simforcing.train.config import TrainConfig as TrainConfig  # also imported from here
 from simforcing.train.log import Clock, Log, memory_gib
-from simforcing.train.objective import Batch, Draws
 from simforcing.train.optim import Average, clipped_norm, freeze_unused, make_optimizer, step_unless
 from simforcing.train.parallel import Arrangement, Team, accumulating, arranged
 
-T = TypeVar("T", Batch, Draws)
 ON_HOST = ("text_mask", "sim_text_mask", "gate")  # looked at while a step is put together
 
 
+class Tensors(Protocol):
+    """A batch, or what was drawn for it: a named tuple of tensors, or None where there is nothing."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    def _replace(self, *args: Any, **kwargs: Any) -> Self: ...
+
+
+T = TypeVar("T", bound=Tensors)
+
+
 class Loss(Protocol):
-    """What a role minimises: all randomness of a batch, drawn on the host, then its loss terms, `total` among them."""
+    """What a role minimises: all randomness of a batch, drawn on the host, then its loss terms, `total` among them.
+
+    Model, batch and draws are of the kinds that belong to each other; the loop only hands them on.
+    """
 
     @property
     def teacher(self) -> WorldModel | None:
         """A frozen model that the terms look at."""
 
-    def draw(self, model: WorldModel, batch: Batch, generators: Sequence[torch.Generator]) -> Draws:
+    def draw(self, model: Any, batch: Any, generators: Sequence[torch.Generator]) -> Any:
         """The randomness of a batch, one generator a clip."""
 
-    def __call__(self, model: WorldModel, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+    def __call__(self, model: Any, batch: Any, draws: Any) -> dict[str, Tensor]:
         """The terms."""
 
 
-Validate = Callable[[WorldModel], dict[str, float]]
+Validate = Callable[[Any], dict[str, float]]
 
 
 @dataclass
@@ -61,13 +73,13 @@ class Run:
     """
 
     model: WorldModel
-    clips: LatentClips
+    clips: Clips[Any]
     loss: Loss
     config: TrainConfig
     out: Path
     validate: Validate | None = None
     report: Callable[[float, dict[str, Any]], None] = lambda passed, row: None
-    rollout: Callable[[int, WorldModel], dict[str, float]] | None = None
+    rollout: Callable[[int, Any], dict[str, float]] | None = None
     team: Team = field(default_factory=Team)
     arrangement: Arrangement = field(default_factory=Arrangement)
     wandb: str | None = None
@@ -203,7 +215,7 @@ def _steps(
     clock, skips = Clock(team.device), Skips(run, progress)
     first = progress.step * config.accumulate
     loader = run.clips.batches(config.batch_size, config.seed, first, team.rank, team.size)
-    batches = cast(Generator[Batch], loader)
+    batches = cast(Generator[Tensors], loader)
     run.model.train()
     since, steps = time.perf_counter(), 0
     with closing(batches):
@@ -239,7 +251,7 @@ def _steps(
 
 
 def _gradients(
-    run: Run, trained: torch.nn.Module, batches: Iterator[Batch], step: int, clock: Clock
+    run: Run, trained: torch.nn.Module, batches: Iterator[Tensors], step: int, clock: Clock
 ) -> dict[str, Tensor]:
     """Gradients of one step, from `accumulate` backward passes; its terms, means over all processes and passes."""
     config, team, loss = run.config, run.team, run.loss

@@ -1,7 +1,7 @@
 """Fields of a recipe that the command line sets: `objective.motion_weight=0.25`, `training.ema=0.999`."""
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,20 +17,30 @@ def overridden(recipe: Recipe, role: Role, settings: Sequence[str]) -> Recipe:
         SimForcingError: there is no such field (names the nearest), or its value is of another type.
     """
     parts = {"objective": "objective" if role == "student" else "flow_objective", "training": role}
+    changed = with_settings({part: getattr(recipe, field) for part, field in parts.items()}, settings)
+    return replace(recipe, **{parts[part]: config for part, config in changed.items()})
+
+
+def with_settings(parts: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """These configurations by name, with `NAME.FIELD=VALUE` set in them.
+
+    Raises:
+        SimForcingError: there is no such field (names the nearest), or its value is of another type.
+    """
     changes: dict[str, dict[str, Any]] = {}
     for setting in settings:
         path, equals, text = setting.partition("=")
         part, dot, name = path.partition(".")
         if not equals or not dot:
-            raise SimForcingError(f"--set {setting}: write objective.FIELD=VALUE or training.FIELD=VALUE")
+            wanted = " or ".join(f"{part}.FIELD=VALUE" for part in parts)
+            raise SimForcingError(f"--set {setting}: write {wanted}")
         if part not in parts:
             raise SimForcingError(f"--set {setting}: no part {part!r} of a recipe; {nearest(part, parts)}")
-        config = getattr(recipe, parts[part])
-        known = get_type_hints(type(config))
-        if name not in {f.name for f in fields(config)}:
+        known = get_type_hints(type(parts[part]))
+        if name not in {f.name for f in fields(parts[part])}:
             raise SimForcingError(f"--set {setting}: no field {name!r} in {part}; {nearest(name, known)}")
-        changes.setdefault(parts[part], {})[name] = _read(text.strip(), known[name], setting)
-    return replace(recipe, **{part: replace(getattr(recipe, part), **values) for part, values in changes.items()})
+        changes.setdefault(part, {})[name] = _read(text.strip(), known[name], setting)
+    return {part: replace(config, **changes.get(part, {})) for part, config in parts.items()}
 
 
 def _read(text: str, kind: Any, setting: str) -> Any:

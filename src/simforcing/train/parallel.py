@@ -28,6 +28,7 @@ from simforcing.train.lora import merged, share_frozen
 
 Kind = Literal["none", "ddp", "fsdp"]
 T = TypeVar("T")
+M = TypeVar("M", bound=WorldModel)
 BYTES_A_PARAMETER = 16  # float32 weights, gradients and both moments
 
 
@@ -205,7 +206,7 @@ def accumulating(trained: nn.Module, last: bool) -> AbstractContextManager[None]
     return nullcontext()
 
 
-def whole(model: WorldModel, team: Team) -> WorldModel:
+def whole(model: M, team: Team) -> M:
     """A plain copy of a trained model on the host, float32, with adapters merged; without weights where not `main`.
 
     All processes must ask.
@@ -216,7 +217,7 @@ def whole(model: WorldModel, team: Team) -> WorldModel:
         if team.main:
             state[name] = full.detach().to("cpu", torch.float32, copy=True)
     with torch.device("meta"):
-        copy = WorldModel(model.config, model.preparation)
+        copy = type(model)(model.config, model.preparation)
     if team.main:
         load_strictly(copy, merged(state), "the trained model")
     return copy.eval()

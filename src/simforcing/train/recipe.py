@@ -20,9 +20,9 @@ TO_SUPPLY = {
 """Codecs and text encoders that do not come with the package: what a recipe calls them, and what the user gives."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """All that a run needs besides data. Lengths of runs are defaults; the command line may set others.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What any network here is made of and looks at.
 
     codec, text: a source that `load_codec` and `TextEncoder.load` know, or a name of `TO_SUPPLY` that `with_sources`
     replaces by what the user has.
@@ -35,20 +35,10 @@ class Recipe:
     text: str
     text_length: int
     text_pooling: Literal["tokens", "mean"]
-    action_positions: Literal["index", "frame"]
-    teacher: TrainConfig
-    student: TrainConfig
-    baseline: TrainConfig
-    objective: ObjectiveConfig = ObjectiveConfig()  # of the student
-    flow_objective: ObjectiveConfig = ObjectiveConfig()  # of teacher and baseline: its dropouts
-    window_every: int = 1  # rows between the starts of encoded windows
     text_padding: Literal["masked", "zeros"] = "masked"
+    action_positions: Literal["index", "frame"]
+    window_every: int = 1  # rows between the starts of encoded windows
     notes: tuple[str, ...] = ()
-
-    def training(self, role: Role) -> TrainConfig:
-        """How a role is trained."""
-        config: TrainConfig = getattr(self, role)
-        return config
 
     def with_sources(
         self, codec: str | None = None, text: str | None = None, needs: tuple[str, ...] = ("codec", "text")
@@ -64,3 +54,22 @@ class Recipe:
             wanted = "; and ".join(TO_SUPPLY[source] for source in missing)
             raise SimForcingError(f"this recipe uses weights that do not come with the package: give {wanted}")
         return replace(self, codec=chosen["codec"], text=chosen["text"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Sizes):
+    """All that a run of a world model needs besides data. Lengths are defaults; the command line may set others.
+
+    flow_objective is that of teacher and baseline: its dropouts.
+    """
+
+    teacher: TrainConfig
+    student: TrainConfig
+    baseline: TrainConfig
+    objective: ObjectiveConfig = ObjectiveConfig()  # of the student
+    flow_objective: ObjectiveConfig = ObjectiveConfig()
+
+    def training(self, role: Role) -> TrainConfig:
+        """How a role is trained."""
+        config: TrainConfig = getattr(self, role)
+        return config

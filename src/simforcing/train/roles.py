@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simforcing.data.cache import open_cache
+from simforcing.data.cache import Cache, open_cache
 from simforcing.data.episode import ActionConvention
 from simforcing.data.stats import Normalizer
 from simforcing.data.windows import ClipRule, load_split
@@ -66,9 +66,7 @@ class Data:
 
     def __init__(self, cache: Path, split: Path, found: Recipe) -> None:
         stored = open_cache(cache, {"rule": asdict(found.rule), "codec": load_codec(found.codec).identity})
-        size = sum(math.prod(rows.shape) * rows.dtype.itemsize for rows in map(stored.rows, stored))
-        self.header = stored.header
-        self.arrays: Mapping[str, np.ndarray] = dict(stored) if size <= IN_MEMORY else stored
+        self.header, self.arrays = stored.header, held(stored)
         self.split = load_split(split)
         self.channels = int(self.header["codec"]["channels"])
         for part in ("train", "val"):
@@ -77,14 +75,7 @@ class Data:
 
     def preparation(self, found: Recipe) -> Preparation:
         """Statistics of the training episodes: of all their rows, or of the encoded windows in a cache without them."""
-        train = np.isin(self.arrays["episode"], self.split["train"])
-
-        def rows(name: str, windows: str) -> np.ndarray:
-            names = [f"{name}_min", f"{name}_max"]
-            whole = all(n in self.arrays for n in names)
-            return np.concatenate([self.arrays[n][train] for n in (names if whole else [windows])])
-
-        return new_preparation(found, self.header, rows("action", "action"), rows("state", "proprio"))
+        return new_preparation(found, self.header, *ranges(self.arrays, self.split["train"]))
 
     def clips(self, preparation: Preparation, part: str) -> LatentClips:
         """The clips of one part of the split, prepared for a model."""
@@ -106,6 +97,24 @@ class Data:
         if len(needed) == 2:
             return train, val
         return train.one_domain(needed[0]), val.one_domain(needed[0])
+
+
+def held(stored: Cache) -> Mapping[str, np.ndarray]:
+    """The arrays of a cache: in memory if they are not large, else read when asked for."""
+    size = sum(math.prod(rows.shape) * rows.dtype.itemsize for rows in map(stored.rows, stored))
+    return dict(stored) if size <= IN_MEMORY else stored
+
+
+def ranges(arrays: Mapping[str, np.ndarray], episodes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Actions and states whose least and greatest values are those of these episodes."""
+    chosen = np.isin(arrays["episode"], episodes)
+
+    def rows(name: str, windows: str) -> np.ndarray:
+        names = [f"{name}_min", f"{name}_max"]
+        whole = all(n in arrays for n in names)
+        return np.concatenate([arrays[n][chosen] for n in (names if whole else [windows])])
+
+    return rows("action", "action"), rows("state", "proprio")
 
 
 def check_fits(model: WorldModel, header: dict[str, Any], where: str) -> None:

@@ -4,6 +4,7 @@ Legend: B batch, C channels, F latent frames, H W latent grid, A actions.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -12,7 +13,7 @@ from torch import Tensor
 from simforcing.data.windows import other_episodes
 from simforcing.model.flow import noised
 from simforcing.model.world_model import WorldModel
-from simforcing.train.batches import LatentClips
+from simforcing.train.batches import Clips, LatentClips
 from simforcing.train.objective import Batch, flow_error
 from simforcing.train.parallel import Team
 
@@ -39,27 +40,40 @@ def validation(clips: LatentClips, seed: int = 0, team: Team = Team()) -> Callab
 
     The processes of a team share the clips, and all must call the function.
     """
-    rows = torch.linspace(0, len(clips) - 1, min(len(clips), _CLIPS)).long()
+    rows = chosen(clips)
     swapped = exchanged(clips, rows)
     noise = torch.randn(
         (len(rows), *clips.take(rows[:1]).latents.shape[1:]), generator=torch.Generator().manual_seed(seed)
     )
-    share = -(-len(rows) // team.size)  # equal for all, since sharded models are called together
-    mine = torch.arange(team.rank, share * team.size, team.size)
-    pieces = [(i.clamp(max=len(rows) - 1), i < len(rows)) for i in mine.split(_TOGETHER)]
 
     def run(model: WorldModel) -> dict[str, float]:
-        sums: dict[str, Tensor] = {}
-        for i, counts in pieces:
+        def errors(i: Tensor) -> dict[str, Tensor]:
             batch = clips.take(rows[i])
             right, wrong = (b.to(model.device) for b in (batch, batch._replace(action=swapped[i])))
-            found = model.run(_errors, right, wrong, noise[i].to(model.device))
-            for name, error in found.items():
-                sums[name] = sums.get(name, torch.zeros(())) + (error.cpu() * counts).sum()
-        values = team.sum(torch.stack(list(sums.values()))) / len(rows)
-        return _summary(dict(zip(sums, values.tolist(), strict=True)))
+            return model.run(_errors, right, wrong, noise[i].to(model.device))
+
+        return _summary(shared_means(errors, len(rows), team))
 
     return run
+
+
+def chosen(clips: Clips[Any], count: int = _CLIPS) -> Int64[Tensor, " B"]:
+    """Rows of clips to look at, evenly apart, all where there are no more than `count`."""
+    return torch.linspace(0, len(clips) - 1, min(len(clips), count)).long()
+
+
+def shared_means(
+    errors: Callable[[Int64[Tensor, " B"]], dict[str, Float[Tensor, " B"]]], count: int, team: Team
+) -> dict[str, float]:
+    """Means over clips 0..count-1 of what `errors` finds of some of them; the processes of a team share the work."""
+    share = -(-count // team.size)  # equal for all, since sharded models are called together
+    mine = torch.arange(team.rank, share * team.size, team.size)
+    sums: dict[str, Tensor] = {}
+    for i in mine.split(_TOGETHER):
+        for name, error in errors(i.clamp(max=count - 1)).items():
+            sums[name] = sums.get(name, torch.zeros(())) + (error.cpu() * (i < count)).sum()
+    values = team.sum(torch.stack(list(sums.values()))) / count
+    return dict(zip(sums, values.tolist(), strict=True))
 
 
 def _errors(

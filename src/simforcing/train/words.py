@@ -133,15 +133,19 @@ class StoredText(TextEncoder):
         return (stored.view(torch.bfloat16) if self._bits else stored).float()
 
 
-def reading(preparation: Preparation, arrays: Mapping[str, np.ndarray]) -> Preparation:
+def reading(
+    preparation: Preparation, arrays: Mapping[str, np.ndarray], domains: Sequence[Domain] = ("real", "sim")
+) -> Preparation:
     """The preparation, with the embeddings of the cache in place of its text encoder where they are the same.
 
-    They are, where encoder and templates are, and its weights as far as they are at hand to be compared.
+    They are, where encoder and the templates of `domains` are, and its weights as far as they are at hand to be
+    compared.
     """
     about = arrays.header.get("text") if isinstance(arrays, Cache) else None
-    if not isinstance(arrays, Cache) or about is None or not set(_used(preparation)) <= set(about["templates"]):
+    used = {preparation.prompts[domain] for domain in domains}
+    if not isinstance(arrays, Cache) or about is None or not used <= set(about["templates"]):
         return preparation
-    if about["encoder"] != _family(preparation.text):
+    if about["encoder"] != family(preparation.text):
         return preparation
     try:
         if weights(preparation.text) != about["weights"]:
@@ -153,11 +157,7 @@ def reading(preparation: Preparation, arrays: Mapping[str, np.ndarray]) -> Prepa
     return found
 
 
-def _used(preparation: Preparation) -> list[str]:
-    return [preparation.prompts["real"], preparation.prompts["sim"]]
-
-
-def _family(source: str) -> str:
+def family(source: str) -> str:
     """Name of the encoder that a source stands for, without opening it."""
     if source == HashedWords.name:
         return HashedWords.name

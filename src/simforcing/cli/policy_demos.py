@@ -1,0 +1,77 @@
+"""`simforcing policy demos`: demonstrations of LIBERO tasks without recordings of people."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from simforcing.errors import SimForcingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyDemos:
+    """Demonstrations of LIBERO's pick-and-place tasks by a scripted expert: a LeRobot v3.0 dataset.
+
+    Example:
+      simforcing policy demos --suite libero_object --tasks 0 ketchup butter --episodes 40 --out data/demos
+
+    The expert knows the simulator's state and moves with noise; what it does not solve is left out and counted. It does
+    all tasks of libero_object, and those of libero_spatial whose bowl can be reached from above. A run that was ended
+    goes on where it stopped. Both cameras are as in public recordings (upright, mirrored), states have 8 numbers,
+    actions 7 (gripper: 1 open, 0 closed).
+    """
+
+    suite: Literal["libero_object", "libero_spatial", "libero_goal", "libero_10", "libero_90"]
+    """Suite of the tasks."""
+    episodes: int
+    """Demonstrations of each task."""
+    out: Path
+    """Dataset to make; must not exist."""
+    tasks: tuple[str, ...] = ()
+    """Numbers of tasks, or words that only one instruction has; default: all."""
+    seed: int = 0
+    """Same seed, same demonstrations."""
+    noise: float = 1.0
+    """How much the expert's motion is disturbed; 0: not at all."""
+    size: int = 256
+    """Pixels of a picture's side."""
+    workers: int = 1
+    """Processes that simulate beside each other."""
+    parts: Path | None = None
+    """Folder of finished demonstrations; given, it is kept, so that a larger dataset can be made of the same.
+    Default: <out>.parts, deleted at the end."""
+
+    def run(self) -> int:
+        """Makes what is missing, puts it together, checks it, and says how often the expert succeeded."""
+        from simforcing.cli.show import progress
+        from simforcing.data import open_dataset
+        from simforcing.policy.demos import Making, assemble_demos, make_demos
+        from simforcing.policy.libero_check import check_recordings
+        from simforcing.policy.libero_env import choose, suite_tasks
+
+        if self.out.exists():
+            raise SimForcingError(f"{self.out}: exists already; choose another --out, or delete it first")
+        tasks = choose(suite_tasks(self.suite), self.tasks)
+        making = Making(self.parts or self.out.with_name(f"{self.out.name}.parts"), self.size, self.seed, self.noise)
+        with progress() as report:
+            summary = make_demos(
+                making,
+                tasks,
+                self.episodes,
+                self.workers,
+                lambda done, of, words: report("demonstrations", done / of, f"{done} of {of}, {words}"),
+            )
+        assemble_demos(making, tasks, self.episodes, self.out, summary)
+        if self.parts is None:
+            shutil.rmtree(making.parts, ignore_errors=True)
+        for task in tasks:
+            row = summary[task.name]
+            share = f"{row['episodes']}/{row['attempts']} attempts = {100 * row['episodes'] / row['attempts']:.0f} %"
+            print(f"{task.name}  {share}  {task.instruction}")
+        dataset = open_dataset(self.out)
+        for what, wrong in check_recordings(dataset).items():
+            print(f"doubtful: {what}: {wrong}")
+        print(f"{self.out}: {len(dataset)} demonstrations, {sum(dataset.lengths)} frames")
+        return 0
