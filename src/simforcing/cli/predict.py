@@ -29,6 +29,8 @@ class Predict(Sampling):
     """Episodes, one row of the video each."""
     start: int = 0
     """First row of the window."""
+    windows: int = 1
+    """Windows one after the other, each from the last predicted frame of the one before."""
 
     def run(self) -> int:
         """Predicts, writes both files, prints the PSNR of the predicted frames."""
@@ -39,7 +41,8 @@ class Predict(Sampling):
         from simforcing.data.windows import load_clip
         from simforcing.errors import SimForcingError
         from simforcing.evaluate import metrics, strips
-        from simforcing.predict.predictor import Predictor, Start
+        from simforcing.predict.predictor import Prediction, Predictor, Start
+        from simforcing.predict.rollout import rollout
 
         picture = self.out.with_suffix(".png")
         check_targets(self.out, picture)
@@ -52,16 +55,25 @@ class Predict(Sampling):
         if REAL not in cameras:
             raise SimForcingError(f"{self.data} has no {REAL}; make pairs with 'simforcing twin pair'")
         rule = predictor.preparation.rule
-        clips = [load_clip(dataset[i], self.start, rule, cameras) for i in self.episode]
-        real, sim = (np.stack([c.frames[key] for c in clips]) if key in cameras else None for key in (REAL, SIM))
-        assert real is not None
-        action, proprio = np.stack([c.action for c in clips]), np.stack([c.proprio for c in clips])
-        seeds = [self.seed + i for i in range(len(clips))]
-        begin = Start(real[:, 0], action, proprio, [c.task for c in clips], None if sim is None else sim[:, 0], seeds)
-        reference = self.reference(predictor, begin, sim)
-        shown = {"real": real, "predicted": self.video(predictor, begin, reference)}
-        if reference is not None:
-            shown["simulation"] = predictor.decode(reference)
+        if self.windows < 1:
+            raise SimForcingError(f"--windows {self.windows}: give at least 1")
+        starts = [self.start + k * (rule.frames - 1) * rule.stride for k in range(self.windows)]
+        clips = [[load_clip(dataset[i], s, rule, cameras) for s in starts] for i in self.episode]
+        frames = {key: np.stack([[c.frames[key] for c in row] for row in clips]) for key in cameras}  # B W T H W 3
+        action, proprio = (np.stack([[getattr(c, n) for c in row] for row in clips]) for n in ("action", "proprio"))
+        seeds, tasks = [self.seed + i for i in range(len(clips))], [row[0].task for row in clips]
+        first_sim = frames[SIM][:, 0, 0] if SIM in frames else None
+
+        def window(begin: Start, k: int) -> Prediction:
+            rendered = frames[SIM][:, k] if SIM in frames else None
+            reference = self.reference(predictor, begin, rendered)
+            sim = None if reference is None else predictor.decode(reference)
+            return Prediction(self.video(predictor, begin, reference), sim)
+
+        begin = Start(frames[REAL][:, 0, 0], action[:, 0], proprio[:, 0], tasks, first_sim, seeds)
+        made = rollout(window, begin, action, proprio)
+        real = np.concatenate([frames[REAL][:, 0, :1], *np.moveaxis(frames[REAL][:, :, 1:], 1, 0)], axis=1)
+        shown = {"real": real, "predicted": made.real} | ({} if made.sim is None else {"simulation": made.sim})
         rows = [{name: video[i] for name, video in shown.items()} for i in range(len(clips))]
         strips.write_mp4(self.out, strips.hold(strips.grid(rows), 1), dataset.fps / rule.stride)
         strips.strip(
