@@ -43,7 +43,7 @@ def test_the_papers_clip_rules() -> None:
 
 def test_the_demos_values_are_those_its_bundled_models_were_trained_with() -> None:
     demo, tiny = recipe("demo"), recipe("tiny")
-    assert replace(tiny, text=demo.text, notes=demo.notes) == demo
+    assert replace(tiny, text=demo.text, text_length=demo.text_length, notes=demo.notes) == demo
     assert (demo.text, tiny.text, demo.codec) == ("minilm", "hashed-words", "bundled")
     assert (demo.video.dim, demo.video.ffn_dim, demo.action.dim, demo.action.ffn_dim) == (192, 576, 96, 192)
     assert (demo.text_length, demo.text_pooling, demo.text_padding) == (32, "mean", "masked")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from simforcing.errors import check_seed
+
 if TYPE_CHECKING:
     from simforcing.twin.calibrate import Result
 
@@ -56,6 +58,9 @@ class Calibrate:
     """Of the search; the same seed finds the same camera."""
     restarts: int | None = None
     """How often the whole search runs, each time from the next seed; the best is kept. Default 2; 1 with --quick."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed, "--seed")
 
     def run(self) -> int:
         """Fit, write, print one line a camera; 0 on success."""

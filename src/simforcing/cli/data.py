@@ -28,7 +28,7 @@ class AuditCommand:
       simforcing data audit data/my_robot --json > audit.json
     """
 
-    data: Annotated[Path, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional]
     """Directory of the dataset."""
     json: bool = False
     """Print everything as JSON."""
@@ -44,6 +44,8 @@ class AuditCommand:
         from simforcing.cli.show import progress
         from simforcing.data.audit import audit
 
+        if not self.data:
+            raise SimForcingError("the directory of the dataset is empty text; give its path, or . for this directory")
         with progress() as show:
             found = audit(
                 self.data,

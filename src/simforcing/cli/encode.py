@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.cli.shards import parse_shard
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     from simforcing.data.episode import Dataset
@@ -63,6 +64,9 @@ class Encode:
     """Make only a part of the shards, such as 1/4, the first of four."""
     device: str = "auto"
     """Where the codec computes: cpu, cuda, or auto: a GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed, "--seed")
 
     def run(self) -> int:
         """Encodes and prints what was made."""
@@ -146,11 +150,3 @@ class Encode:
             f"{self.out}: {clips} clips of {episodes} episodes{skipped}, {', '.join(made.header['domains'])}; {text}; "
             f"{', '.join(f'{len(v)} {k}' for k, v in split.items())}"
         )
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """The two numbers of `1/4`. Raises SimForcingError for anything else."""
-    part, slash, count = text.partition("/")
-    if not (slash and part.isdigit() and count.isdigit() and 1 <= int(part) <= int(count)):
-        raise SimForcingError(f"--shard {text}: give i/n with i from 1 to n, such as 1/4")
-    return int(part), int(count)

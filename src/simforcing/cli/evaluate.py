@@ -106,6 +106,8 @@ class Evaluate(NetworkOptions, Sampling):
         check_dataset(predictor, dataset, self.checkpoint)
         rule = predictor.preparation.rule
         clips = evaluation_clips(dataset, rule, held_out(dataset, self.split, self.part), self.per_episode)
+        if clips.short:
+            print(clips.left_out)
         rollouts = Rollouts(predictor, clips, self.simulator(predictor, dataset))
         way = Way(self.w, self.sim_steps, self.real_steps, self.guidance_kind, self.control, self.seed)
         changes = Wanted().changes if self.sensitivity else ("other",)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,11 +37,16 @@ class Sampling:
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed, "--seed")
+
     def open(self, source: str | Path) -> "WorldModel":
         """The model of this name, on the device."""
         from simforcing.model.device import pick_device
         from simforcing.model.world_model import open_model
+        from simforcing.predict.sampler import Guidance
 
+        Guidance(self.w)  # refused before anything is loaded
         return open_model(source).to(pick_device(self.device))
 
     @property

@@ -9,7 +9,7 @@ import tyro
 
 from simforcing.cli.evaluate import NetworkOptions
 from simforcing.cli.sampling import check_dataset
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     from simforcing.data.episode import Dataset
@@ -51,6 +51,10 @@ class SweepOptions(NetworkOptions):
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
 
+    def __post_init__(self) -> None:
+        for seed in self.seeds:
+            check_seed(seed, "--seeds")
+
     def sweep(self, kind: "Kind", checkpoints: Sequence[str], cells: "tuple[Cell, ...]") -> int:
         """Measures what is missing, prints the best setting."""
         from simforcing.cli.show import progress
@@ -61,6 +65,8 @@ class SweepOptions(NetworkOptions):
             raise SimForcingError("the sweep has no cells; give at least one value of everything")
         self.find_networks()
         bench = self.bench(checkpoints)
+        if bench.clips.short:
+            print(bench.clips.left_out)
         blind = frozenset(i for i in range(len(checkpoints)) if s.is_blind(bench.open_model(i).model))
         plan = s.Plan(kind, cells, blind)
         claim_run(self.out, self._definition(plan, checkpoints, bench))
@@ -134,6 +140,9 @@ class SweepOptions(NetworkOptions):
         from simforcing.evaluate.measure import weights_hash
         from simforcing.evaluate.protocol import hash_clips
 
+        named = self.simulation == "predicted" and self.sim_model is not None
+        other = bench.simulator(bench.open_model(0)) if named else None
+        simulator = None if other is None else weights_hash(other.model)
         weights = [weights_hash(bench.open_model(i).model) for i in range(len(checkpoints))]
         return {
             "command": f"sweep {plan.kind}",
@@ -141,7 +150,7 @@ class SweepOptions(NetworkOptions):
             "weights": weights,
             "split": bench.split_sha256,
             "clips": hash_clips(bench.clips.window_names()),
-            "simulation": bench.simulation,
+            "simulation": bench.simulation if simulator is None else f"model {simulator}",
         }
 
 

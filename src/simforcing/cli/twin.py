@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.cli.shards import parse_shard
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +81,7 @@ class Pair:
 
         if self.out.exists():
             raise SimForcingError(f"{self.out}: exists already; choose another output, or delete it first")
-        shard = None if self.shard is None else _shard(self.shard)
+        shard = None if self.shard is None else parse_shard(self.shard)
         robot = Robot.load(self.robot, ee=self.ee)
         with progress() as show:
             made = pair(
@@ -151,6 +152,9 @@ class Augment:
     workers: int = 1
     """Processes that draw at once."""
 
+    def __post_init__(self) -> None:
+        check_seed(self.seed, "--seed")
+
     def run(self) -> int:
         """Make the dataset, print what was made and gained; 0 on success."""
         from simforcing.cli.show import progress
@@ -196,14 +200,6 @@ def _frame_of(pairs: Path) -> str | None:
 
     stored = open_dataset(pairs).meta.get("robot")
     return str(stored["end_effector"]) if isinstance(stored, dict) and "end_effector" in stored else None
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """The two numbers of `1/4`."""
-    part, slash, count = text.partition("/")
-    if not (slash and part.isdigit() and count.isdigit() and 1 <= int(part) <= int(count)):
-        raise SimForcingError(f"--shard {text}: give i/n with i from 1 to n, such as 1/4")
-    return int(part), int(count)
 
 
 def _pose(numbers: tuple[float, float, float, float, float, float] | None) -> Float64[np.ndarray, "4 4"] | None:

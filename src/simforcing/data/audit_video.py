@@ -74,6 +74,7 @@ class _Gather:
     last: Float32[np.ndarray, "h w"] | None = None
 
     def add(self, time: float, grey: np.ndarray) -> None:
+        """Takes in a frame: its time in seconds, and its grey picture [h, w]."""
         picture = grey.astype(np.float32)
         last = self.last
         self.times.append(time)
@@ -83,6 +84,7 @@ class _Gather:
         self.last = picture
 
     def done(self, fault: str | None, size: tuple[int, int]) -> Looks:
+        """What was seen; `size` is height and width, `fault` where decoding stopped early."""
         columns = (np.asarray(values, np.float64) for values in (self.times, self.mean, self.spread, self.change))
         times, mean, spread, change = columns
         return Looks(times, mean, spread, change, fault, size)

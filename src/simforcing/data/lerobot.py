@@ -85,6 +85,7 @@ class _Reader:
 
     @property
     def fps(self) -> float:
+        """Rows a second."""
         return float(self.info["fps"])
 
     @property
@@ -93,6 +94,7 @@ class _Reader:
         return bool(self.info["codebase_version"] == layout.VERSION)
 
     def where(self, index: int) -> str:
+        """The episode in words, for messages."""
         return f"episode {index} of {self.root}"
 
     def read_packed(self, problems: Problems) -> None:

@@ -143,6 +143,11 @@ class _Reader:
     last: tuple[int, dict[str, Feature]] | None = field(default=None, repr=False)
 
     def example(self, index: int) -> dict[str, Feature]:
+        """Features of a record by name; the last one read is kept.
+
+        Raises:
+            SimForcingError: the record is damaged; says which.
+        """
         if self.last is None or self.last[0] != index:
             record = self.found[index]
             try:
@@ -184,6 +189,7 @@ class _Reader:
         )
 
     def pictures(self, index: int, camera: str) -> Sequence[bytes]:
+        """Encoded pictures of a camera, one a step; empty where there are none."""
         values = self.example(index).get(_PICTURE + camera.removeprefix(_CAMERA), [])
         return values if isinstance(values, list) else []
 

@@ -213,11 +213,19 @@ def load_split(path: Path) -> dict[str, list[int]]:
         body = {"source": stored["source"], "episodes": split}
         digest = stored["sha256"]
     except FileNotFoundError:
-        raise SimForcingError(f"{path}: no such split file; write it with save_split") from None
+        raise SimForcingError(f"{path}: no such split file; write one with 'simforcing encode'") from None
+    except IsADirectoryError:
+        raise SimForcingError(
+            f"--split {path}: a directory; give the split file that 'simforcing encode' wrote, e.g. {path}/split.json"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SimForcingError(f"{path}: not a split file ({error}); write it anew with save_split") from error
+        raise SimForcingError(
+            f"{path}: not a split file ({error}); give the split.json that 'simforcing encode' wrote"
+        ) from error
     if digest != _digest(body):
-        raise SimForcingError(f"{path}: content does not match its sha256; it was edited, write it anew")
+        raise SimForcingError(
+            f"{path}: content does not match its sha256; it was edited; make it anew with 'simforcing encode'"
+        )
     _check_disjoint(path, split)
     return split
 
@@ -225,7 +233,7 @@ def load_split(path: Path) -> dict[str, list[int]]:
 def _check_disjoint(path: Path, split: Mapping[str, Sequence[int]]) -> None:
     every = [episode for episodes in split.values() for episode in episodes]
     if len(every) != len(set(every)):
-        raise SimForcingError(f"{path}: an episode is in two parts; write it anew")
+        raise SimForcingError(f"{path}: an episode is in two parts; make it anew with 'simforcing encode'")
 
 
 def split_source(path: Path) -> str:

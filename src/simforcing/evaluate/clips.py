@@ -18,7 +18,10 @@ from simforcing.predict.predictor import Start
 
 @dataclass(frozen=True)
 class EvaluationClips:
-    """Held-out windows with both views; `seeds` of the noise follow from episode and start."""
+    """Held-out windows with both views; `seeds` of the noise follow from episode and start.
+
+    short: held-out episodes that have no window, since they are shorter than one.
+    """
 
     real: UInt8[np.ndarray, "N T H W 3"]
     sim: UInt8[np.ndarray, "N T H W 3"]
@@ -28,6 +31,13 @@ class EvaluationClips:
     episode: Int64[np.ndarray, " N"]
     start: Int64[np.ndarray, " N"]
     fps: float
+    short: tuple[int, ...] = ()
+
+    @property
+    def left_out(self) -> str:
+        """One line about the episodes that are too short."""
+        numbers = ", ".join(map(str, self.short[:8])) + (", ..." if len(self.short) > 8 else "")
+        return f"{len(self.short)} held-out episodes are shorter than a window and left out: {numbers}"
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -106,4 +116,5 @@ def evaluation_clips(dataset: Dataset, rule: ClipRule, episodes: list[int], per_
         episode=np.array([c.episode for c in clips], np.int64),
         start=np.array([c.start for c in clips], np.int64),
         fps=dataset.fps / rule.stride,
+        short=tuple(i for i in episodes if not starts(dataset.lengths[i], rule)),
     )

@@ -98,6 +98,13 @@ class Rollouts:
         """Hash of the model's weights."""
         return weights_hash(self.predictor.model)
 
+    @cached_property
+    def simulator_sha256(self) -> str:
+        """Hash of the weights that predict the simulation; empty where the model itself does, or nothing."""
+        if self.simulator is None or self.simulator is self.predictor:
+            return ""
+        return weights_hash(self.simulator.model)
+
     def start(self, way: Way) -> Start:
         """What the model is given."""
         begin = self.clips.begin(way.seed)
@@ -242,6 +249,7 @@ def measure(
         model_sha256=rollouts.model_sha256,
         protocol=protocol_of(rollouts, way, wanted, simulation, split_sha256),
         windows=clips.window_names(),
+        short_episodes=list(clips.short),
         tasks=list(clips.tasks),
         per_clip=_columns(per_clip | looked[0]),
         with_first_frame=_columns(with_first[0]),
@@ -323,6 +331,7 @@ def protocol_of(rollouts: Rollouts, way: Way, wanted: Wanted, simulation: str, s
         guidance_kind=way.how,
         seed=way.seed,
         simulation=simulation if way.simulates else "",
+        simulator_sha256=rollouts.simulator_sha256 if way.simulates else "",
         control=way.control,
         metrics=metrics.definitions(keys),
         networks=networks,

@@ -77,6 +77,8 @@ class Protocol:
     ``split_sha256`` names the split file, ``clips_sha256`` the held-out windows in their order (`hash_clips`);
     ``frames`` a clip including the given first one; ``fps`` in Hz; steps and ``guidance`` are None where a method has
     none (`METHOD` names the fields that belong to a method). ``simulation`` says where the condition comes from,
+    ``simulator_sha256`` the weights of another model that predicts it (whatever the model is called, they are what
+    is compared),
     ``control`` what was spoilt on purpose. ``metrics`` holds each metric's definition, ``networks`` the sha256 of every
     network that a metric looked through, ``machine`` what `describe_machine` found.
     """
@@ -96,6 +98,7 @@ class Protocol:
     simulation: str = ""
     guidance_kind: str = "branches"
     control: str = ""
+    simulator_sha256: str = ""
     metrics: Mapping[str, str] = field(default_factory=definitions)
     networks: Mapping[str, str] = field(default_factory=dict)
     code: str = field(default_factory=code_version)
@@ -106,18 +109,22 @@ class Protocol:
         mappings = {"metrics": dict(self.metrics), "networks": dict(self.networks), "machine": dict(self.machine)}
         return {**asdict(self), **mappings}
 
+    def compared(self) -> dict[str, Any]:
+        """`to_dict` for comparisons: a simulating model is its weights, not how its name was spelt."""
+        return self.to_dict() | ({"simulation": "another model"} if self.simulator_sha256 else {})
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Protocol":
         """Inverse of `to_dict`; an unknown or missing key raises `SimForcingError` that names it."""
         known = [f.name for f in fields(cls)]
         _refuse_unknown(values, known)
-        missing = [key for key in known if key not in values]
+        missing = [key for key in known if key not in values and key != "simulator_sha256"]
         if missing:
             raise SimForcingError(f"the protocol lacks '{missing[0]}'; evaluate again with this version")
         return cls(**values)
 
 
-METHOD = ("sim_steps", "real_steps", "guidance", "guidance_kind", "simulation", "control")
+METHOD = ("sim_steps", "real_steps", "guidance", "guidance_kind", "simulation", "control", "simulator_sha256")
 """Fields in which the methods of one table may differ without a word: they are what is compared."""
 
 
@@ -131,8 +138,8 @@ def check_same(protocols: Mapping[str, Protocol], allow: Collection[str] = ()) -
     _refuse_unknown(allow, [f.name for f in fields(Protocol)])
     named = list(protocols.items())
     for name, protocol in named[1:]:
-        first_name, first = named[0][0], named[0][1].to_dict()
-        for key, value in protocol.to_dict().items():
+        first_name, first = named[0][0], named[0][1].compared()
+        for key, value in protocol.compared().items():
             if key not in allow and value != first[key]:
                 where, left, right = _where(key, first[key], value)
                 raise SimForcingError(
@@ -148,7 +155,7 @@ def mixed(protocols: Mapping[str, Protocol], allow: Collection[str]) -> list[str
     for key in allow:
         values: dict[str, list[str]] = {}
         for name, protocol in protocols.items():
-            values.setdefault(json.dumps(protocol.to_dict()[key], sort_keys=True), []).append(name)
+            values.setdefault(json.dumps(protocol.compared()[key], sort_keys=True), []).append(name)
         if len(values) > 1:
             groups = list(values.items())
             where, left, right = _where(key, *(json.loads(v) for v, _ in groups[:2]))

@@ -47,6 +47,7 @@ class Result:
     sensitivity: change of the actions -> `behaviour.Sensitivity` as a mapping.
     latency: stage -> seconds of each measurement, one clip at a time.
     windows: (episode, start) of each clip; videos: folder of the clips' videos beside the file, if they were kept.
+    short_episodes: held-out episodes that are not in it, because they are shorter than a window.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Result:
     sensitivity: Mapping[str, Mapping[str, Column]] = field(default_factory=dict)
     latency: Mapping[str, Column] = field(default_factory=dict)
     videos: str | None = None
+    short_episodes: Sequence[int] = ()
 
     @property
     def episodes(self) -> list[int]:
@@ -114,7 +116,9 @@ class Result:
         if not is_result(stored):
             raise SimForcingError(f"{path}: no result file of this version; write one with 'simforcing evaluate'")
         try:
-            values = {f.name: _restored(stored[f.name]) for f in fields(cls) if f.name != "protocol"}
+            # Files from before there was such a list say nothing about it.
+            absent = {"protocol", *({"short_episodes"} - set(stored))}
+            values = {f.name: _restored(stored[f.name]) for f in fields(cls) if f.name not in absent}
             values["windows"] = [(int(e), int(s)) for e, s in stored["windows"]]
             return cls(protocol=Protocol.from_dict(stored["protocol"]), **values)
         except (KeyError, TypeError, ValueError) as error:

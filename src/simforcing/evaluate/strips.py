@@ -95,8 +95,11 @@ def save_png(picture: Picture, path: str | Path) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(target)
-    Image.fromarray(picture).save(partial, format="PNG", compress_level=4)
-    os.replace(partial, target)
+    try:
+        Image.fromarray(picture).save(partial, format="PNG", compress_level=4)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
     return target
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from simforcing.evaluate.statistics import Interval, over_seeds
 from simforcing.files import write_text
 from simforcing.model.world_model import WorldModel
 from simforcing.predict.predictor import Predictor
+from simforcing.predict.sampler import Guidance
 
 Kind = Literal["guidance", "steps"]
 FORMAT = "simforcing-sweep-1"
@@ -43,6 +44,9 @@ class Setting:
     w: float
     sim_steps: int
     real_steps: int
+
+    def __post_init__(self) -> None:
+        Guidance(self.w)  # refuses what is not finite
 
     def __str__(self) -> str:
         """`p = 0.7, w = 0.6, 1 + 10 steps`."""
@@ -90,9 +94,11 @@ class Plan:
 
 
 def cell_name(cell: Cell) -> str:
-    """Name of a measurement's file."""
+    """Name of a measurement's file; no two weights share one, however close they are."""
     s = cell.setting
-    return f"m{cell.checkpoint}-w{s.w:g}-sim{s.sim_steps}-real{s.real_steps}-seed{cell.seed}"
+    short = f"{s.w:g}"
+    weight = short if float(short) == s.w else repr(float(s.w))
+    return f"m{cell.checkpoint}-w{weight}-sim{s.sim_steps}-real{s.real_steps}-seed{cell.seed}"
 
 
 def guidance_plan(
@@ -222,6 +228,58 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class _Stored:
+    """What `begin` wrote, checked: each cell's setting and the name of its file."""
+
+    kind: Kind
+    about: dict[str, Any]
+    cells: list[tuple[Setting, str]]
+
+
+def _read(file: Path) -> _Stored:
+    """Reads `sweep.json`.
+
+    Raises:
+        SimForcingError: it is missing, of another version or damaged.
+    """
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SimForcingError(f"{file}: no sweep ({error}); make one with 'simforcing sweep'") from error
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        raise SimForcingError(f"{file} is no sweep of this version; sweep again")
+    values: list[Any] = [stored.get(key) for key in ("kind", "about", "cells")]
+    kind, about, cells = values
+    named = about.get("checkpoints", []) if isinstance(about, dict) else None
+    wrong = (
+        "kind"
+        if kind not in get_args(Kind)
+        else "about"
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named)
+        else "cells"
+        if not isinstance(cells, list) or not cells
+        else None
+    )
+    if wrong:
+        raise SimForcingError(f"{file} is damaged: '{wrong}' is missing or of a wrong kind; sweep again")
+    found = []
+    for i, cell in enumerate(cells):
+        try:
+            setting, name = Setting(**cell["setting"]), cell["file"]
+            numbers = (setting.w, setting.sim_steps, setting.real_steps, setting.retention or 0.0)
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"'file' is {name!r}")
+            if any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+                raise ValueError(f"'setting' is {cell['setting']}")
+        except KeyError as error:
+            raise SimForcingError(f"{file} is damaged: cell {i} has no {error}; sweep again") from error
+        except (TypeError, ValueError) as error:
+            raise SimForcingError(f"{file} is damaged: cell {i}: {error}; sweep again") from error
+        found.append((setting, name))
+    return _Stored(kind, about, found)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """What a sweep has found so far: `outcomes` of the settings that are complete, out of `total`."""
 
@@ -239,29 +297,22 @@ class Sweep:
         Raises:
             SimForcingError: it is none, or its cells differ in a field that is not allowed.
         """
-        try:
-            stored = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SimForcingError(f"{out}: no sweep ({error}); make one with 'simforcing sweep'") from error
-        if stored.get("format") != FORMAT:
-            raise SimForcingError(f"{out}/sweep.json is no sweep of this version; sweep again")
+        stored = _read(out / "sweep.json")
         results: dict[str, Result] = {}
-        groups: dict[Setting, list[tuple[str, int]]] = {}
-        for cell in stored["cells"]:
-            groups.setdefault(Setting(**cell["setting"]), []).append((cell["file"], cell["checkpoint"]))
-            path = out / CELLS / cell["file"]
-            if cell["file"] not in results and path.exists():
-                results[cell["file"]] = Result.load(path)
+        groups: dict[Setting, list[str]] = {}
+        for setting, name in stored.cells:
+            groups.setdefault(setting, []).append(name)
+            path = out / CELLS / name
+            if name not in results and (path.exists() or path.is_symlink()):
+                results[name] = Result.load(path)
         protocols = {name: r.protocol for name, r in results.items()}
-        check_same(protocols, {"seed", "guidance", "sim_steps", "real_steps", "simulation", *allow})
+        check_same(protocols, {"seed", "guidance", "sim_steps", "real_steps", "simulation", "simulator_sha256", *allow})
         outcomes = [
-            outcome(setting, [results[name] for name, _ in files])
-            for setting, files in groups.items()
-            if all(name in results for name, _ in files)
+            outcome(setting, [results[name] for name in names])
+            for setting, names in groups.items()
+            if all(name in results for name in names)
         ]
-        return cls(
-            stored["kind"], stored["about"], outcomes, len(groups), list(results.values()), mixed(protocols, allow)
-        )
+        return cls(stored.kind, stored.about, outcomes, len(groups), list(results.values()), mixed(protocols, allow))
 
     def best(self, key: str) -> Outcome | None:
         """The setting with the best mean of a metric."""

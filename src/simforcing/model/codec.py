@@ -99,6 +99,7 @@ class _Residual(nn.Module):
         nn.init.zeros_(self.second.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The input and its correction, [N, width, H, W] both."""
         y: Tensor = self.second(functional.silu(self.first(functional.silu(self.norm(x)))))
         return x + y
 

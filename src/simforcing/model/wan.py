@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from simforcing.errors import SimForcingError
 from simforcing.model.experts import ExpertConfig
@@ -179,8 +178,3 @@ def tensor_names(directory: Path, stem: str) -> set[str]:
         except (SafetensorError, OSError) as error:
             raise SimForcingError(f"{file} is not a safetensors file, or is damaged: {error}") from error
     return names
-
-
-def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, each name after a prefix."""
-    return {prefix + key: value for key, value in state.items()}

@@ -29,6 +29,7 @@ from simforcing.model.flow import Flow
 from simforcing.model.mixture import Condition, action_keys_values, denoise, remember_first
 from simforcing.model.preparation import Preparation
 from simforcing.model.sim_condition import SimCondition, SimResiduals
+from simforcing.model.stored import check_fields
 
 if TYPE_CHECKING:
     from simforcing.predict.predictor import Prediction, Predictor
@@ -309,14 +310,23 @@ class WorldModel(Unit):
             raise SimForcingError(f"no model at {source}: not a directory, and not to be had from the hub") from error
 
     def push_to_hub(self, repository: str, private: bool = False) -> str:
-        """Uploads the model directory to the hub (with the user's stored token); returns its address."""
+        """Uploads the model directory to the hub (with the user's stored token); returns its address.
+
+        Raises:
+            SimForcingError: the hub is not reached, or refuses the name, the token or the files.
+        """
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         api = HfApi()
-        api.create_repo(repository, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             self._write(Path(scratch))
-            return str(api.upload_folder(repo_id=repository, folder_path=scratch))
+            try:
+                api.create_repo(repository, private=private, exist_ok=True)
+                return str(api.upload_folder(repo_id=repository, folder_path=scratch))
+            except (HfHubHTTPError, HFValidationError, OSError) as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise SimForcingError(f"{repository}: not uploaded to the hub ({why}); check name and token") from error
 
 
 def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> WorldModel:
@@ -333,23 +343,52 @@ def load_model(root: Path, kind: type[M], dtype: torch.dtype | None = torch.floa
     for name in ("config.json", "model.safetensors"):
         if not (root / name).is_file():
             raise SimForcingError(f"{root} is not a model directory: {name} is missing")
+    config, preparation = _described(root, kind)
     try:
-        description = json.loads((root / "config.json").read_text())
-        config = kind.config_type.from_dict(description["model"])
-        preparation = None
-        if description["preparation"] is not None:
-            preparation = kind.preparation_type.from_dict(
-                description["preparation"], json.loads((root / "stats.json").read_text())
-            )
         # Copies: aligned as fresh tensors are (products with one row round by that), and free of the file.
         stored = load_file(root / "model.safetensors")
         state = {k: v.to(v.dtype if dtype is None else dtype, copy=True) for k, v in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise SimForcingError(f"{root} is damaged: {error}") from error
-    with torch.device("meta"):
-        model = kind(config, preparation)
+    try:
+        with torch.device("meta"):
+            model = kind(config, preparation)
+    except SimForcingError as error:
+        raise SimForcingError(f"{root / 'config.json'}: {error}") from error
     load_strictly(model, state, str(root))
     return model
+
+
+def _described(root: Path, kind: type["WorldModel"]) -> tuple[WorldModelConfig, Preparation | None]:
+    """What `config.json` and `stats.json` say.
+
+    Raises:
+        SimForcingError: names the file, and the field that is missing or wrong.
+    """
+    file = root / "config.json"
+    try:
+        description = json.loads(file.read_text())
+        if not isinstance(description, dict) or not {"model", "preparation"} <= set(description):
+            raise SimForcingError("it must be an object with 'model' and 'preparation'")
+        plain = description["preparation"]
+        check_fields(kind.config_type, description["model"], "model")
+        config = kind.config_type.from_dict(description["model"])
+        if plain is None:
+            return config, None
+        check_fields(kind.preparation_type, plain, "preparation")
+        for part in ("rule", "action"):
+            if part not in plain:
+                raise SimForcingError(f"preparation.{part} is missing")
+        file = root / "stats.json"
+        stats = json.loads(file.read_text())
+        for part in ("action", "state"):
+            if not isinstance(stats, dict) or not isinstance(stats.get(part), dict):
+                raise SimForcingError(f"'{part}' is missing or no object")
+        return config, kind.preparation_type.from_dict(plain, stats)
+    except SimForcingError as error:
+        raise SimForcingError(f"{file}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SimForcingError(f"{file} is damaged: {error}") from error
 
 
 def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> None:

@@ -158,7 +158,16 @@ class Predictor:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> UInt8[np.ndarray, "B T H W 3"]:
-        """Pictures of latents."""
+        """Pictures of latents.
+
+        Raises:
+            SimForcingError: they are not finite, and would be black pictures.
+        """
+        if not bool(latents.isfinite().all()):
+            raise SimForcingError(
+                "the predicted latents hold NaN or infinite values, no video can be made of them; "
+                "check the model's weights, or use a smaller w"
+            )
         return torch.cat(
             [to_pixels(self.codec.decode(part)).cpu() for part in latents.tensor_split(_count(len(latents)))]
         ).numpy()

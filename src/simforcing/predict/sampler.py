@@ -10,6 +10,7 @@ The state stays float32 whatever the weights are. Where the released code comput
 has a field for it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
@@ -45,6 +46,9 @@ class Guidance:
     noise: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
+        for name, value in (("w", self.w), ("action", self.action)):
+            if not math.isfinite(value):
+                raise InputError(f"guidance {name} is {value}, it must be a finite number, such as 0.6")
         if not 0 <= self.noise[0] < self.noise[1] <= 1:
             raise SimForcingError(f"guidance at noise {self.noise}: give two levels, 0 <= low < high <= 1")
 

@@ -81,11 +81,6 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(p for p in (out / "checkpoints").glob("step-*") if "partial" not in p.name)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def save_checkpoint(out: Path, state: State, team: Team = Team(), keep: int = KEEP) -> Path:
     """Writes a checkpoint, reads it back, renames it, and removes all but the last `keep` and the best.
 
@@ -296,6 +291,7 @@ class _Reader(FileSystemReader):
     """As its base, without trusting the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, read by the restricted unpickler."""
         with (Path(self.path) / ".metadata").open("rb") as stream:
             found: Metadata = _Unpickler(stream).load()
         if found.storage_meta is None:

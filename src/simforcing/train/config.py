@@ -3,9 +3,28 @@
 import math
 from dataclasses import dataclass, replace
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
+from simforcing.train.ranges import AT_LEAST_ONE, NOT_NEGATIVE, PERIOD, POSITIVE, SHARE, SHARE_BELOW_ONE
 
 KEEP = 2
+RANGES = {
+    "steps": AT_LEAST_ONE,
+    "samples_per_episode": AT_LEAST_ONE,
+    "batch_size": AT_LEAST_ONE,
+    "accumulate": AT_LEAST_ONE,
+    "sim_lr_scale": POSITIVE,
+    "final_lr": SHARE,
+    "betas": SHARE_BELOW_ONE,
+    "weight_decay": NOT_NEGATIVE,
+    "clip": POSITIVE,
+    "max_skipped": AT_LEAST_ONE,
+    "log_every": AT_LEAST_ONE,
+    "checkpoint_seconds": PERIOD,
+    "validate_seconds": PERIOD,
+    "rollout_every": NOT_NEGATIVE,
+    "keep": AT_LEAST_ONE,
+}
+"""Of the fields that have no message of their own."""
 FIRST_RATE = 0.01  # share of lr at which the warm-up of a run in seconds begins
 
 
@@ -33,7 +52,11 @@ class TrainConfig:
     known (`resolved`): an epoch is `samples_per_episode` clips an episode, or all clips once where that is None.
 
     A step whose loss or gradient is not finite is skipped; `max_skipped` of them in a row end the run. The last `keep`
-    checkpoints are kept, and the best by validation. `rollout_every` 0: no rollouts are watched.
+    checkpoints are kept, and the best by validation. `rollout_every` 0: no rollouts are watched. `checkpoint_seconds`
+    and `validate_seconds` may be 0, which means after every step, and infinite: not before the end.
+
+    Raises:
+        SimForcingError: a number is NaN or out of its range; names the field.
     """
 
     steps: int | None = None
@@ -59,9 +82,10 @@ class TrainConfig:
     keep: int = KEEP
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         lengths = [length for length in (self.steps, self.seconds, self.epochs) if length is not None]
-        if len(lengths) != 1 or not lengths[0] > 0:
-            raise SimForcingError("a run's length is steps, seconds or epochs: give exactly one, above zero")
+        if len(lengths) != 1 or not 0 < lengths[0] < math.inf:
+            raise SimForcingError("a run's length is steps, seconds or epochs: give exactly one, above zero and finite")
         if self.samples_per_episode is not None and self.samples_per_episode < 1:
             raise SimForcingError(f"samples per episode {self.samples_per_episode}: an epoch needs at least one")
         if self.batch_size < 1:
@@ -75,6 +99,8 @@ class TrainConfig:
             raise SimForcingError(f"learning rate {self.lr}: give a number above zero")
         if not 0 <= self.warmup < 1:
             raise SimForcingError(f"warmup {self.warmup}: a share of the run, at least 0 and below 1")
+        for name, allowed in RANGES.items():
+            allowed.check(name, getattr(self, name))
 
     def lasting(
         self, *, steps: int | None = None, seconds: float | None = None, epochs: float | None = None

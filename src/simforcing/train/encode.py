@@ -406,6 +406,7 @@ class _Worker:
 
     @cached_property
     def tools(self) -> Tools:
+        """What the job is done with, made where it is first needed, in the process that works."""
         job = self.job
         assert job is not None
         if job.threads:

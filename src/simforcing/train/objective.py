@@ -8,6 +8,7 @@ motion distillation: the frozen teacher, looking at the noisy simulation, superv
 frames of the estimated clean latents, x0 = x - sigma v, in both branches (SimForcing's latent-motion distillation).
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -20,8 +21,19 @@ from simforcing.errors import SimForcingError, check_shape
 from simforcing.model.flow import noised
 from simforcing.model.mixture import Condition
 from simforcing.model.world_model import WorldModel
+from simforcing.train.ranges import NOT_NEGATIVE
 
 Latents = Float[Tensor, "B C F H W"]
+WEIGHTS = (
+    "video_weight",
+    "motion_weight",
+    "real_weight",
+    "syn_weight",
+    "motion_real_weight",
+    "motion_syn_weight",
+    "motion_when_conditioned",
+)
+"""Factors of loss terms: finite and not negative."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,14 @@ class ObjectiveConfig:
         for name in ("retention", "corrupt_probability", "syn_share", "action_dropout", "first_frame_dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SimForcingError(f"{name} = {getattr(self, name)}: a probability lies between 0 and 1")
-        if self.motion_pool < 1:
+        if not 1 <= self.motion_pool < math.inf:
             raise SimForcingError(f"motion_pool = {self.motion_pool}: the side of a square, at least 1")
+        for name in WEIGHTS:
+            NOT_NEGATIVE.check(name, getattr(self, name))
+        for name in ("corrupt_keep", "corrupt_noise"):
+            low, high = getattr(self, name)
+            if not 0 <= low <= high <= 1:
+                raise SimForcingError(f"{name} = {low}, {high}: give two shares, 0 <= low <= high <= 1")
 
     @classmethod
     def released(cls, **changes: Any) -> Self:

@@ -147,6 +147,7 @@ class _Sample:
         return replace(self, frames=pictures)
 
     def evidence(self, height: int, width: int) -> Evidence:
+        """What moved, in pictures of this size."""
         return Evidence(reduced(np.stack(self.frames), height, width), self.pairs)
 
 

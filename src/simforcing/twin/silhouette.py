@@ -127,6 +127,7 @@ class _Canvas:
         self._rows, self._columns = (-(-(n + 2 * _MARGIN) // 4) * 4 for n in (height, width))
 
     def inside(self, row: Float32[np.ndarray, "T K"], column: Float32[np.ndarray, "T K"]) -> Bool[np.ndarray, "T K"]:
+        """Which corners of triangles lie on the canvas, margin included."""
         return np.asarray((row >= 0) & (row < self._rows) & (column >= 0) & (column < self._columns))
 
     def filled(

@@ -16,7 +16,7 @@ from simforcing.evaluate.campaign.plan import METHODS, RETENTIONS, Sizes
 from simforcing.evaluate.campaign.queue import missing, spent
 from simforcing.evaluate.campaign.speed import Speed
 from simforcing.evaluate.metrics import METRICS
-from simforcing.evaluate.protocol import Protocol, check_same
+from simforcing.evaluate.protocol import METHOD, Protocol, check_same
 from simforcing.evaluate.report.wording import number, signed, with_interval
 from simforcing.evaluate.results import Comparison, Result
 from simforcing.evaluate.statistics import Interval, over_seeds
@@ -100,13 +100,12 @@ def _add_sweep(measured: dict[str, list[Result]], out: Path, sizes: Sizes, sweep
 
 def _check_alike(measured: Mapping[str, Sequence[Result]]) -> None:
     """Refuses to compare what was not measured alike: results of one world, and cells of a sweep, among themselves."""
-    method = ("sim_steps", "real_steps", "guidance", "guidance_kind", "simulation", "control", "networks", "metrics")
     groups: dict[str, dict[str, Protocol]] = {}
     for name, results in measured.items():
         group = name.split()[0] if "@" not in name else "exact" if "-exact@" in name else "pairs"
         groups.setdefault(group, {}).update({f"{name} ({seed})": r.protocol for seed, r in enumerate(results)})
     for protocols in groups.values():
-        check_same(protocols, {*method, *FREE})
+        check_same(protocols, {*METHOD, "guidance_kind", "networks", "metrics", *FREE})
 
 
 def _last(log: Path) -> int:

@@ -65,6 +65,9 @@ def find(directory: Path) -> Found:
         raise SimForcingError(f"{directory}: no such folder; give one with result files or sweeps")
     inside = sorted(p for p in directory.iterdir() if p.is_dir())
     places = [directory, *(p for p in inside if not (p.name == CELLS and (directory / "sweep.json").exists()))]
+    for path in (f for place in places for f in sorted(place.iterdir()) if f.suffix in (".json", ".jsonl")):
+        if not path.exists():
+            raise SimForcingError(f"{path}: a link that leads nowhere; delete it, or put its target back")
     files = [f for place in places for f in sorted(place.glob("*.json")) if f.stat().st_size < LARGEST]
     results = [(f, Result.load(f)) for f in files if f.name != "sweep.json" and _is_result(f)]
     sweeps = [place for place in places if (place / "sweep.json").is_file()]

@@ -1,0 +1,39 @@
+"""Numbers on the command line that no computation could use: one line, exit code 2."""
+
+import pytest
+
+from simforcing.cli.main import main
+
+SAMPLE = ("bundled-student", "--data", "d", "-o", "x.mp4")
+SCORE = ("bundled-student", "--data", "d", "--split", "s", "--out", "x.json")
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("predict", *SAMPLE, "--seed"),
+        ("evaluate", *SCORE, "--seed"),
+        ("encode", "d", "o", "--seed"),
+        ("sweep", "steps", *SCORE, "--seeds"),
+        ("twin", "calibrate", "d", "--robot", "panda", "--seed"),
+        ("twin", "augment", "d", "o", "--per-episode", "1", "--seed"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_seeds(words: tuple[str, ...], seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, seed]) == 2
+    errors = capsys.readouterr().err
+    assert f"{words[-1]} {seed}: give a whole number" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("w", ["nan", "inf"])
+def test_weights(w: str, capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", *SAMPLE, "-w", w]) == 2
+    assert f"guidance w is {w}" in capsys.readouterr().err
+
+
+def test_an_empty_directory_name_is_not_this_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "audit", ""]) == 2
+    assert "empty text" in capsys.readouterr().err
