@@ -177,18 +177,7 @@ POLICIES: dict[str, PolicyRecipe] = {
         text_pooling="tokens",
         text_padding="zeros",
         action_positions="index",
-        training=TrainConfig(
-            epochs=10.0,
-            batch_size=16,
-            lr=1e-4,
-            warmup=0.05,
-            final_lr=0.01,
-            betas=(0.9, 0.95),
-            weight_decay=0.01,
-            clip=1.0,
-            checkpoint_seconds=1800.0,
-            validate_seconds=1800.0,
-        ),
+        training=replace(_WAN_RUN, epochs=10.0, samples_per_episode=None, rollout_every=0),
         after_end="still",
         notes=(
             "FastWAM's values for LIBERO: every row of every episode begins a window of 33. Batch 16 a process; it "
