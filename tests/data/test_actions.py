@@ -67,6 +67,44 @@ def test_states_and_back(seed, convention):
     np.testing.assert_allclose(plain[:, -1], opening, atol=1e-5)
 
 
+@given(st.integers(0, 10**6), st.sampled_from(["rotvec", "euler_xyz", "quaternion"]), st.booleans())
+def test_states_with_fingers_and_a_base_and_back(seed, rotation, fingers):
+    poses, _, opening = trajectory(seed)
+    base = (-0.66, 0.1, 0.912, 0.2, -0.3, 1.5)
+    stored = StateConvention(rotation, gripper_range=(0.0, 0.08), fingers=fingers, base=base)
+    assert StateConvention.from_dict(stored.to_dict()) == stored
+    rows = actions.from_poses(poses, opening, stored)
+    assert rows.shape[1] == actions.width(stored) == len(actions.names(stored))
+    plain = actions.convert_states(rows, stored, StateConvention())
+    np.testing.assert_allclose(actions.to_poses(plain, StateConvention()), poses, atol=2e-5)
+    np.testing.assert_allclose(plain[:, -1], opening, atol=1e-5)
+
+
+def test_states_of_libero_by_hand():
+    """A base at (-0.6, 0, 0), fingers 3 cm from the middle each."""
+    stored = StateConvention(gripper_range=(0.0, 0.08), fingers=True, base=(-0.6, 0, 0, 0, 0, np.pi / 2))
+    row = np.array([[0.1, 0.2, 0.3, 0, 0, np.pi / 2, 0.03, -0.03]], np.float32)
+    plain = actions.convert_states(row, stored, StateConvention())
+    np.testing.assert_allclose(plain, [[0.2, -0.7, 0.3, 0, 0, 0, 0.75]], atol=1e-6)
+    with pytest.raises(SimForcingError, match="finger_1, finger_2 are 8 numbers"):
+        actions.to_poses(row[:, :7], stored)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"fingers": 2}, "fingers is 2"),
+        ({"fingers": True, "gripper": "closed_positive"}, "open where they are apart"),
+        ({"base": [0, 0]}, "base is"),
+        ({"base": [0, 0, "z", 0, 0, 0]}, "give six numbers"),
+        ({"base": [0, 0, float("nan"), 0, 0, 0]}, "base is"),
+    ],
+)
+def test_conventions_that_make_no_sense(wrong, says):
+    with pytest.raises(SimForcingError, match=says):
+        StateConvention.from_dict(wrong)
+
+
 def test_deltas_by_hand():
     quarter = Rotation.from_euler("z", 90, degrees=True)
     measured = np.tile(np.eye(4), (2, 1, 1))

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from simforcing.data import REAL, SIM, actions, open_dataset
+from simforcing.data import REAL, SIM, StateConvention, actions, open_dataset
 from simforcing.data.convert import Wanted, convert
 from simforcing.errors import SimForcingError
 
@@ -40,7 +40,7 @@ def test_converted_and_converted_back(franka, shared, tmp_path):
 
 
 def test_unwrapped_by_default_and_as_stored_on_request(new_writer, frames, tmp_path):
-    names = actions.names("euler_xyz")
+    names = actions.names(StateConvention("euler_xyz"))
     with new_writer(tmp_path / "s", state_names=names, action_names=names) as writer:
         for k, start in enumerate((3.0, -3.0)):
             rows = np.full((8, 7), 0.25, np.float32)
@@ -60,7 +60,7 @@ def test_unwrapped_by_default_and_as_stored_on_request(new_writer, frames, tmp_p
 
 
 def test_half_the_rate(write_dataset, tmp_path):
-    root = write_dataset(tmp_path / "s", lengths=(9,), state_names=actions.names("rotvec"))
+    root = write_dataset(tmp_path / "s", lengths=(9,), state_names=actions.names(StateConvention()))
     made = convert(root, tmp_path / "d", Wanted(fps=2.5, unwrap=False))
     before, after = open_dataset(root)[0], open_dataset(tmp_path / "d")[0]
     assert made.frames == 5 and after.fps == 2.5

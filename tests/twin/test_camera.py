@@ -1,6 +1,7 @@
 """Cameras: poses, projection, files, and the coordinates in which one is searched for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_file_round_trip_and_opencv_axes(tmp_path: Path):
         ("height", 0, "size is 0x160"),
         ("axes", "blender", "use opengl or opencv"),
         ("focal", 1.0, "unknown key 'focal'"),
+        ("mirrored", 1, "mirrored is 1"),
     ],
 )
 def test_bad_files_are_one_line_with_the_name(tmp_path: Path, key: str, value: object, says: str):
@@ -68,6 +70,15 @@ def test_bad_files_are_one_line_with_the_name(tmp_path: Path, key: str, value: o
         Camera.load(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mirrored_camera_sees_left_and_right_exchanged(tmp_path: Path):
+    mirrored = replace(camera(), mirrored=True)
+    mirrored.save(tmp_path / "camera.json")
+    assert Camera.load(tmp_path / "camera.json").resized(192, 320).mirrored
+    points = np.array([[0.4, 0.1, 0.2], [0.5, -0.2, 0.1]])
+    plain, other = camera().project(points), mirrored.project(points)
+    np.testing.assert_allclose(other, np.column_stack([camera().width - plain[:, 0], plain[:, 1]]))
 
 
 def test_another_shape_is_refused():

@@ -157,6 +157,32 @@ def test_gripper_closes_in_the_picture_and_mask_fits(panda: Robot) -> None:
     assert (drawn != mask).mean() < 0.03  # they differ at smoothed edges only
 
 
+def test_a_mirrored_camera_draws_the_mirrored_picture(panda: Robot) -> None:
+    camera = Camera.look_at((1.2, -0.5, 0.7), (0.55, 0.0, 0.55), fovy=30.0, height=96, width=160)
+    with ArmRenderer(panda, camera, 96, 160) as renderer:
+        plain, mask = renderer.picture(panda.home), renderer.mask(panda.home)
+        renderer.look_from(replace(camera, mirrored=True))
+        np.testing.assert_array_equal(renderer.picture(panda.home), plain[:, ::-1])
+        np.testing.assert_array_equal(renderer.mask(panda.home), mask[:, ::-1])
+    assert (plain != plain[:, ::-1]).any()
+
+
+def test_the_camera_that_a_dataset_knows_is_taken(source: Path, panda: Robot, tmp_path: Path) -> None:
+    data = open_dataset(source)
+    data = changed(data, shortened(data, 4))
+    key = choose_camera(data)
+    data.meta = {**data.meta, "cameras": {key: {**views()[1].to_dict(), "mirrored": True}}}
+    pair(data, tmp_path / "own", panda, episodes=[0])
+    made = open_dataset(tmp_path / "own")
+    assert made.meta["camera"]["source"] == "known"
+    assert made.meta["camera"]["mirrored"] is True
+    pair(data, tmp_path / "given", panda, episodes=[0], camera=replace(views()[1], mirrored=True))
+    np.testing.assert_array_equal(made[0].frames(SIM), open_dataset(tmp_path / "given")[0].frames(SIM))
+    data.meta["cameras"][key]["fovy_degrees"] = 0
+    with pytest.raises(SimForcingError, match=f"{key}: camera: fovy is 0"):
+        pair(data, tmp_path / "wrong", panda, episodes=[0])
+
+
 def test_bad_episodes_stop_or_are_counted(source: Path, panda: Robot, tmp_path: Path) -> None:
     real = open_dataset(source)
     short = shortened(real, 4)

@@ -80,8 +80,6 @@ class Evaluate(NetworkOptions, Sampling):
     """Which episodes of the split."""
     per_episode: int = 1
     """Windows of each episode."""
-    guidance_kind: Literal["branches", "soft"] = "branches"
-    """Two velocities mixed by w, or one pass whose gate is w."""
     control: Literal["", "copy", "codec", "exchanged-actions", "other-simulation", "corrupted-simulation"] = ""
     """Something spoilt on purpose, to compare with: the first frame copied, the codec's reconstruction of the truth,
     another episode's actions, another clip's simulation, a noisy simulation."""
@@ -109,7 +107,16 @@ class Evaluate(NetworkOptions, Sampling):
         if clips.short:
             print(clips.left_out)
         rollouts = Rollouts(predictor, clips, self.simulator(predictor, dataset))
-        way = Way(self.w, self.sim_steps, self.real_steps, self.guidance_kind, self.control, self.seed)
+        way = Way(
+            self.w,
+            self.sim_steps,
+            self.real_steps,
+            self.guidance_kind,
+            self.control,
+            self.seed,
+            self.guided_noise,
+            self.solver,
+        )
         changes = Wanted().changes if self.sensitivity else ("other",)
         wanted = Wanted(self.perceptual(predictor), changes=changes)
         with progress() as report:

@@ -47,7 +47,7 @@ class PolicyDemos:
         """Makes what is missing, puts it together, checks it, and says how often the expert succeeded."""
         from simforcing.cli.show import progress
         from simforcing.data import open_dataset
-        from simforcing.policy.demos import Making, assemble_demos, make_demos
+        from simforcing.policy.demos import Making, assemble_demos, make_demos, where_all_stand
         from simforcing.policy.libero_check import check_recordings
         from simforcing.policy.libero_env import choose, suite_tasks
 
@@ -63,7 +63,8 @@ class PolicyDemos:
                 self.workers,
                 lambda done, of, words: report("demonstrations", done / of, f"{done} of {of}, {words}"),
             )
-        assemble_demos(making, tasks, self.episodes, self.out, summary)
+        stand = where_all_stand(tasks, self.size)
+        assemble_demos(making, tasks, self.episodes, self.out, summary, stand)
         if self.parts is None:
             shutil.rmtree(making.parts, ignore_errors=True)
         for task in tasks:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from simforcing.data.episode import Dataset
     from simforcing.model.world_model import WorldModel
     from simforcing.predict.predictor import Predictor, Start
+    from simforcing.predict.sampler import Guidance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,12 @@ class Sampling:
     """Where the simulation comes from: the model itself (or --sim-model), or the dataset's rendered replay."""
     sim_model: str | None = None
     """Another model to predict the simulation, such as the teacher."""
+    guidance_kind: Literal["branches", "soft"] = "branches"
+    """Two velocities mixed by w, or one pass whose gate is w."""
+    guided_noise: tuple[float, float] = (0.0, 1.0)
+    """Noise levels (0: the clean video) at which the simulation is followed; elsewhere w is 0."""
+    solver: Literal["euler", "midpoint", "heun"] = "euler"
+    """Of the real stage: euler, the paper's; the others are of second order and look twice a step."""
     seed: int = 0
     """Noise."""
     device: str = "auto"
@@ -40,13 +47,23 @@ class Sampling:
     def __post_init__(self) -> None:
         check_seed(self.seed, "--seed")
 
+    @property
+    def guidance(self) -> "Guidance":
+        """How the simulation is followed.
+
+        Raises:
+            SimForcingError: a number makes no sense.
+        """
+        from simforcing.predict.sampler import Guidance
+
+        return Guidance(self.w, self.guidance_kind, noise=self.guided_noise)
+
     def open(self, source: str | Path) -> "WorldModel":
         """The model of this name, on the device."""
         from simforcing.model.device import pick_device
         from simforcing.model.world_model import open_model
-        from simforcing.predict.sampler import Guidance
 
-        Guidance(self.w)  # refused before anything is loaded
+        _ = self.guidance  # refused before anything is loaded
         return open_model(source).to(pick_device(self.device))
 
     @property
@@ -80,9 +97,10 @@ class Sampling:
         self, predictor: "Predictor", begin: "Start", reference: "Tensor | None"
     ) -> "UInt8[np.ndarray, 'B T H W 3']":
         """Predicted real videos."""
-        from simforcing.predict.sampler import Guidance
+        from simforcing.predict.sampler import SamplerConfig
 
-        return predictor.decode(predictor.real(begin, self.real_steps, reference, Guidance(self.w)))
+        config = SamplerConfig(solver=self.solver)
+        return predictor.decode(predictor.real(begin, self.real_steps, reference, self.guidance, config))
 
 
 def check_dataset(predictor: "Predictor", dataset: "Dataset", model: str | Path) -> None:

@@ -9,7 +9,7 @@ Shapes: N rows of an episode, D width of a row (3 + rotation + 1), R width of a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64
@@ -25,89 +25,120 @@ _NAMES = {
 }
 
 
-def names(rotation: str) -> tuple[str, ...]:
-    """Names of a row's numbers: xyz, rotation, gripper."""
-    return ("x", "y", "z", *_NAMES[rotation], "gripper")
+Convention: TypeAlias = ActionConvention | StateConvention
 
 
-def width(rotation: str) -> int:
-    """Numbers of a row: 7, or 8 with a quaternion."""
-    return len(names(rotation))
+def names(convention: Convention) -> tuple[str, ...]:
+    """Names of a row's numbers: xyz, rotation, gripper or both fingers."""
+    gripper = ("finger_1", "finger_2") if _fingers(convention) else ("gripper",)
+    return ("x", "y", "z", *_NAMES[convention.rotation], *gripper)
 
 
-def to_poses(
-    rows: Float[np.ndarray, "N D"], convention: ActionConvention | StateConvention
-) -> Float64[np.ndarray, "N 4 4"]:
+def width(convention: Convention) -> int:
+    """Numbers of a row: 7; one more with a quaternion, and with two fingers."""
+    return len(names(convention))
+
+
+def turns(convention: Convention) -> slice:
+    """The columns that hold the rotation."""
+    return slice(3, -2 if _fingers(convention) else -1)
+
+
+def _fingers(convention: Convention) -> bool:
+    return isinstance(convention, StateConvention) and convention.fingers
+
+
+def to_poses(rows: Float[np.ndarray, "N D"], convention: Convention) -> Float64[np.ndarray, "N 4 4"]:
     """Rows as matrices in metres (of a delta: the change); the gripper is left out.
 
     Raises SimForcingError if rows have not the width of the convention, or a quaternion is zero.
     """
     from scipy.spatial.transform import Rotation
 
-    _check_width(rows, convention.rotation)
+    _check_width(rows, convention)
     values = np.asarray(rows, np.float64)
     poses = np.tile(np.eye(4), (len(values), 1, 1))
     moved, turned = _scales(convention)
     poses[:, :3, 3] = values[:, :3] * _METRES[convention.position_unit] * moved
-    turns = values[:, 3:-1]
+    angles = values[:, turns(convention)]
     if len(values) == 0:
         return poses
     if convention.rotation == "quaternion":
-        if not (np.linalg.norm(turns, axis=1) > 1e-6).all():
+        if not (np.linalg.norm(angles, axis=1) > 1e-6).all():
             raise SimForcingError("rotation: a quaternion is zero; the rows are no poses, or have another rotation")
-        poses[:, :3, :3] = Rotation.from_quat(turns).as_matrix()
+        poses[:, :3, :3] = Rotation.from_quat(angles).as_matrix()
     else:
-        turns = (np.radians(turns) if convention.angle_unit == "deg" else turns) * turned
+        angles = (np.radians(angles) if convention.angle_unit == "deg" else angles) * turned
         kind = convention.rotation
-        made = Rotation.from_euler("xyz", turns) if kind == "euler_xyz" else Rotation.from_rotvec(turns)
+        made = Rotation.from_euler("xyz", angles) if kind == "euler_xyz" else Rotation.from_rotvec(angles)
         poses[:, :3, :3] = made.as_matrix()
-    return poses
+    base = _base(convention)
+    return poses if base is None else np.asarray(np.linalg.solve(base, poses))
+
+
+def _base(convention: Convention) -> Float64[np.ndarray, "4 4"] | None:
+    """Where the robot's base stands in the frame of stored poses; None where that is the base itself."""
+    from scipy.spatial.transform import Rotation
+
+    if not isinstance(convention, StateConvention) or not any(convention.base):
+        return None
+    pose = np.eye(4)
+    pose[:3, 3] = convention.base[:3]
+    pose[:3, :3] = Rotation.from_rotvec(convention.base[3:]).as_matrix()
+    return pose
 
 
 def from_poses(
     poses: Float64[np.ndarray, "N 4 4"],
     gripper: Float64[np.ndarray, "N"],
-    convention: ActionConvention | StateConvention,
+    convention: Convention,
 ) -> Float32[np.ndarray, "N D"]:
-    """Inverse of `to_poses`, with gripper openings in the last column.
+    """Inverse of `to_poses`, with gripper openings in the last column, or the fingers' places in the last two.
 
     Rotations are the principal ones: angles in (-pi, pi], rotation vectors of at most pi, quaternions with w >= 0.
     """
     from scipy.spatial.transform import Rotation
 
-    rows = np.empty((len(poses), width(convention.rotation)))
+    rows = np.empty((len(poses), width(convention)))
+    base = _base(convention)
+    poses = poses if base is None else base @ poses
     moved, turned = _scales(convention)
     rows[:, :3] = poses[:, :3, 3] / _METRES[convention.position_unit] / moved
     rows[:, -1] = from_openings(gripper, convention)
+    if _fingers(convention):
+        rows[:, -2:] = rows[:, -1:] / 2 * [1.0, -1.0]
     if len(poses):
-        turns = Rotation.from_matrix(poses[:, :3, :3])
+        found = Rotation.from_matrix(poses[:, :3, :3])
         if convention.rotation == "quaternion":
-            rows[:, 3:-1] = turns.as_quat(canonical=True)
+            rows[:, turns(convention)] = found.as_quat(canonical=True)
         else:
-            angles = turns.as_euler("xyz") if convention.rotation == "euler_xyz" else turns.as_rotvec()
-            rows[:, 3:-1] = (np.degrees(angles) if convention.angle_unit == "deg" else angles) / turned
+            angles = found.as_euler("xyz") if convention.rotation == "euler_xyz" else found.as_rotvec()
+            angles = np.degrees(angles) if convention.angle_unit == "deg" else angles
+            rows[:, turns(convention)] = angles / turned
     return rows.astype(np.float32)
 
 
-def _scales(convention: ActionConvention | StateConvention) -> tuple[float, float]:
+def _scales(convention: Convention) -> tuple[float, float]:
     """Units of position and angle that a stored 1 is."""
     if isinstance(convention, StateConvention):
         return 1.0, 1.0
     return convention.position_scale, convention.angle_scale
 
 
-def to_openings(
-    values: Float[np.ndarray, "N"], convention: ActionConvention | StateConvention
-) -> Float64[np.ndarray, "N"]:
+def to_openings(values: Float[np.ndarray, "N"], convention: Convention) -> Float64[np.ndarray, "N"]:
     """Gripper values as openings: 0 closed, 1 open; beyond the range where the values are."""
     low, high = convention.gripper_range
     part = (np.asarray(values, np.float64) - low) / (high - low)
     return np.asarray(part if convention.gripper == "open_positive" else 1.0 - part)
 
 
-def from_openings(
-    openings: Float[np.ndarray, "N"], convention: ActionConvention | StateConvention
-) -> Float64[np.ndarray, "N"]:
+def openings_of(rows: Float[np.ndarray, "N D"], convention: Convention) -> Float64[np.ndarray, "N"]:
+    """Openings of rows, as `to_openings` has them; of two fingers by their distance."""
+    values = rows[:, -2] - rows[:, -1] if _fingers(convention) else rows[:, -1]
+    return to_openings(values, convention)
+
+
+def from_openings(openings: Float[np.ndarray, "N"], convention: Convention) -> Float64[np.ndarray, "N"]:
     """Inverse of `to_openings`."""
     low, high = convention.gripper_range
     part = np.asarray(openings, np.float64)
@@ -174,7 +205,7 @@ def convert_states(
     state: Float[np.ndarray, "N D"], source: StateConvention, wanted: StateConvention
 ) -> Float32[np.ndarray, "N D"]:
     """States of one episode in another convention. Raises SimForcingError for rows of another width."""
-    return from_poses(to_poses(state, source), to_openings(state[:, -1], source), wanted)
+    return from_poses(to_poses(state, source), openings_of(state, source), wanted)
 
 
 def integrate(
@@ -255,10 +286,10 @@ def _moved(
     return out
 
 
-def _check_width(rows: np.ndarray, rotation: str) -> None:
-    if rows.ndim != 2 or rows.shape[1] != width(rotation):
+def _check_width(rows: np.ndarray, convention: Convention) -> None:
+    if rows.ndim != 2 or rows.shape[1] != width(convention):
         raise SimForcingError(
-            f"rows have shape {list(rows.shape)}; {', '.join(names(rotation))} are {width(rotation)} numbers a row"
+            f"rows have shape {list(rows.shape)}; {', '.join(names(convention))} are {width(convention)} numbers a row"
         )
 
 

@@ -159,9 +159,9 @@ class _Plan:
             action = actions.convert_actions(action, measured, self.action_from, self.action)
         state = state[kept]
         if self.want.unwrap:
-            state = self._smooth(state, self.state.rotation)
+            state = self._smooth(state, self.state)
             if self.action.kind == "absolute":
-                action = self._smooth(action, self.action.rotation)
+                action = self._smooth(action, self.action)
         return state, action
 
     def _state(self, episode: Episode) -> tuple[Float32[np.ndarray, "N D"], Float64[np.ndarray, "N 4 4"]]:
@@ -175,10 +175,11 @@ class _Plan:
             return episode.state, poses
         return actions.convert_states(episode.state, self.state_from, self.state), poses
 
-    def _smooth(self, rows: Float32[np.ndarray, "N D"], rotation: str) -> Float32[np.ndarray, "N D"]:
-        near = self.near if self.near is not None and len(self.near) == rows.shape[1] - 4 else None
+    def _smooth(self, rows: Float32[np.ndarray, "N D"], convention: actions.Convention) -> Float32[np.ndarray, "N D"]:
+        turns = rows[:, actions.turns(convention)]
+        near = self.near if self.near is not None and len(self.near) == turns.shape[1] else None
         out = rows.copy()
-        out[:, 3:-1] = actions.unwrap(rows[:, 3:-1], rotation, near)
+        out[:, actions.turns(convention)] = actions.unwrap(turns, convention.rotation, near)
         return out
 
 
@@ -203,8 +204,8 @@ def _plan(data: Dataset, want: Wanted) -> _Plan:
     plan = _Plan(
         step=step,
         fps=fps,
-        state_names=actions.names(state.rotation) if state else _labels(data.state_names, data[0].state, "state"),
-        action_names=actions.names(action.rotation) if poses else _labels(data.action_names, data[0].action, "action"),
+        state_names=actions.names(state) if state else _labels(data.state_names, data[0].state, "state"),
+        action_names=actions.names(action) if poses else _labels(data.action_names, data[0].action, "action"),
         action_from=convention,
         action=action,
         state_from=stored if data[0].state.shape[1] else None,
@@ -219,7 +220,7 @@ def _plan(data: Dataset, want: Wanted) -> _Plan:
 def _near(data: Dataset, plan: _Plan) -> Float64[np.ndarray, "R"]:
     """Where the rotations of the dataset lie, so that all episodes are unwrapped to the same turn."""
     assert plan.state is not None
-    turns = [plan._state(data[i])[0][:, 3:-1] for i in range(len(data))]
+    turns = [plan._state(data[i])[0][:, actions.turns(plan.state)] for i in range(len(data))]
     if plan.state.rotation == "euler_xyz":
         return actions.circular_mean(turns)
     return np.asarray(turns[0][0], np.float64)
@@ -244,7 +245,7 @@ def _step(data: Dataset, want: Wanted) -> int:
 def _is_pose(data: Dataset, want: Wanted) -> bool:
     """Whether states and actions are poses with a gripper. Raises SimForcingError where a change needs that."""
     episode, stored, convention = data[0], data.state_convention, data.action_convention
-    acts = episode.action.shape[1] == actions.width(convention.rotation)
+    acts = episode.action.shape[1] == actions.width(convention)
     if episode.state.shape[1] == 0:
         if not want.state_from_actions:
             raise SimForcingError(
@@ -253,7 +254,7 @@ def _is_pose(data: Dataset, want: Wanted) -> bool:
         if not acts or convention.kind != "delta":
             raise SimForcingError(f"{data.root}: its actions are no deltas of a pose, so they give no states")
         return True
-    if stored is not None and acts and episode.state.shape[1] == actions.width(stored.rotation):
+    if stored is not None and acts and episode.state.shape[1] == actions.width(stored):
         return True
     if want.poses:
         raise SimForcingError(

@@ -33,7 +33,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 # Left out of stored conventions where they have these values.
-_LATER = {"position_unit": "m", "angle_unit": "rad", "position_scale": 1.0, "angle_scale": 1.0}
+_LATER = {
+    "position_unit": "m",
+    "angle_unit": "rad",
+    "position_scale": 1.0,
+    "angle_scale": 1.0,
+    "fingers": False,
+    "base": (0.0,) * 6,
+}
 
 Rotation = Literal["rotvec", "euler_xyz", "quaternion"]
 Gripper = Literal["open_positive", "closed_positive"]
@@ -100,6 +107,9 @@ class StateConvention:
     """What the numbers of a state mean where it is a pose: xyz, rotation, gripper; as in `ActionConvention`.
 
     Stored in `meta/simforcing.json` under `state`. A pose is that of the end effector in the robot's base frame.
+    fingers: the gripper is two numbers, where each finger is on their common axis (LIBERO, robosuite); open is apart,
+    and `gripper_range` is of their distance.
+    base: where the robot's base stands in the frame that stored poses are of: xyz (metres), rotation vector (radians).
     """
 
     rotation: Rotation = "rotvec"
@@ -107,10 +117,18 @@ class StateConvention:
     gripper_range: tuple[float, float] = (0.0, 1.0)
     position_unit: PositionUnit = "m"
     angle_unit: AngleUnit = "rad"
+    fingers: bool = False
+    base: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
         _check_choices("state", self)
         _check_range("state", self.gripper_range)
+        if not isinstance(self.fingers, bool):
+            raise SimForcingError(f"state convention: fingers is {self.fingers!r}; use true or false")
+        if self.fingers and self.gripper != "open_positive":
+            raise SimForcingError("state convention: fingers are open where they are apart; gripper = open_positive")
+        if np.shape(self.base) != (6,) or not np.isfinite(self.base).all():
+            raise SimForcingError(f"state convention: base is {self.base}; give xyz and a rotation vector")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, units as in `ActionConvention.to_dict`."""
@@ -137,8 +155,9 @@ def _check_range(what: str, span: tuple[float, float]) -> None:
 
 
 def _stored(convention: ActionConvention | StateConvention) -> dict[str, Any]:
-    values = {**asdict(convention), "gripper_range": list(convention.gripper_range)}
-    return {name: value for name, value in values.items() if name not in _LATER or value != _LATER[name]}
+    values = asdict(convention)
+    kept = {name: value for name, value in values.items() if name not in _LATER or value != _LATER[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def _restored(
@@ -156,6 +175,11 @@ def _restored(
         values["gripper_range"] = (float(pair[0]), float(pair[1]))
     for name in {"hz", "position_scale", "angle_scale"} & set(values):
         values[name] = float(values[name])
+    if "base" in values:
+        try:
+            values["base"] = tuple(float(number) for number in values["base"])
+        except (TypeError, ValueError) as error:
+            raise SimForcingError(f"{what} convention: base is {values['base']!r}; give six numbers") from error
     return values
 
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from simforcing.data.episode import ActionConvention
+from simforcing.data.episode import ActionConvention, StateConvention
 from simforcing.data.lerobot_writer import LeRobotWriter
 from simforcing.errors import SimForcingError
 from simforcing.files import partial_path, write_text
 from simforcing.policy.demos_expert import METRES, RADIANS, Expert
-from simforcing.policy.libero_env import CAMERAS, HZ, Libero, Task
-from simforcing.policy.libero_numbers import STAY_OPEN, to_recording
+from simforcing.policy.libero_env import AGENT, CAMERAS, HZ, Libero, Stand, Task
+from simforcing.policy.libero_numbers import FINGERS_APART, STAY_OPEN, to_recording
 from simforcing.train.directory import claim_run
 from simforcing.twin.parallel import Workers
 
@@ -203,8 +203,18 @@ def success(parts: Path, task: Task, episodes: int) -> dict[str, int]:
     return {"episodes": episodes, "attempts": sum(attempts)}
 
 
-def assemble_demos(making: Making, tasks: Sequence[Task], episodes: int, out: Path, summary: Mapping[str, Any]) -> Path:
-    """Puts the parts together: `episodes` of each task, task by task within a round."""
+def assemble_demos(
+    making: Making,
+    tasks: Sequence[Task],
+    episodes: int,
+    out: Path,
+    summary: Mapping[str, Any],
+    stand: Stand | None = None,
+) -> Path:
+    """Puts the parts together: `episodes` of each task, task by task within a round.
+
+    stand: where robot and camera stand in all of them, which is what `twin pair` draws the arm by.
+    """
     writer = LeRobotWriter(
         out,
         fps=HZ,
@@ -212,7 +222,7 @@ def assemble_demos(making: Making, tasks: Sequence[Task], episodes: int, out: Pa
         cameras=dict.fromkeys(CAMERAS, (making.size, making.size)),
         state_names=STATE_NAMES,
         action_names=ACTION_NAMES,
-        meta=_meta(making, summary),
+        meta=_meta(making, summary, stand),
     )
     with writer:
         for task, made in _parts(making.parts, tasks, episodes):
@@ -226,9 +236,20 @@ def _parts(parts: Path, tasks: Sequence[Task], episodes: int) -> Iterator[tuple[
             yield task, load_part(part_file(parts, task, episode))
 
 
-def _meta(making: Making, summary: Mapping[str, Any]) -> dict[str, Any]:
+def where_all_stand(tasks: Sequence[Task], size: int) -> Stand | None:
+    """Where robot and camera stand in all of the tasks; None where they differ."""
+    found: list[Stand] = []
+    for task in tasks:
+        with Libero(task, size) as world:
+            found.append(world.stand())
+    return found[0] if all(stand == found[0] for stand in found) else None
+
+
+def _meta(making: Making, summary: Mapping[str, Any], stand: Stand | None) -> dict[str, Any]:
+    told = {} if stand is None else {"state": _state(stand).to_dict(), "cameras": {AGENT: stand.camera}}
     return {
         "action": CONVENTION.to_dict(),
+        **told,
         "libero": {
             "expert": {"seed": making.seed, "noise": making.noise, "tasks": dict(summary)},
             "orientation": "turned by 180 degrees: upright and mirrored, as public recordings of LIBERO",
@@ -236,3 +257,8 @@ def _meta(making: Making, summary: Mapping[str, Any]) -> dict[str, Any]:
             "state": "end-effector position (m), axis times angle (rad), both fingers (m)",
         },
     }
+
+
+def _state(stand: Stand) -> StateConvention:
+    """What LIBERO's states mean where the robot stands like this."""
+    return StateConvention(gripper_range=(0.0, FINGERS_APART), fingers=True, base=stand.base)

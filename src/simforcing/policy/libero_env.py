@@ -50,6 +50,15 @@ class Seen(NamedTuple):
     state: Float32[Array, "8"]
 
 
+class Stand(NamedTuple):
+    """Where the robot's base stands in the frame of its states (xyz in metres, rotation vector), and the camera beside
+    it seen from there (`twin.camera.Camera.to_dict`).
+    """
+
+    base: tuple[float, float, float, float, float, float]
+    camera: dict[str, Any]
+
+
 class Environment(Protocol):
     """One task in simulation."""
 
@@ -202,6 +211,23 @@ class Libero:
         """The robot's state, without a look at the cameras."""
         found = self._found
         return proprioception(found["robot0_eef_pos"], found["robot0_eef_quat"], found["robot0_gripper_qpos"])
+
+    def stand(self) -> Stand:
+        """Where robot and camera stand; the same in all trials of a task."""
+        from scipy.spatial.transform import Rotation
+
+        from simforcing.twin.camera import Camera
+
+        model, data = self.control.sim.model._model, self.control.sim.data._data
+        body, view = data.body("robot0_base"), data.camera(CAMERAS[AGENT])
+        base, camera = np.eye(4), np.eye(4)
+        for pose, found in ((base, body), (camera, view)):
+            pose[:3, :3], pose[:3, 3] = found.xmat.reshape(3, 3), found.xpos
+        turn = Rotation.from_matrix(base[:3, :3]).as_rotvec()
+        x, y, z, rx, ry, rz = (round(float(number), 6) for number in (*base[:3, 3], *turn))
+        fovy = float(model.camera(CAMERAS[AGENT]).fovy[0])
+        seen = Camera(np.round(np.linalg.solve(base, camera), 9), fovy, self.size, self.size, mirrored=True)
+        return Stand((x, y, z, rx, ry, rz), seen.to_dict())
 
     def look(self) -> Seen:
         """See `Environment.look`."""

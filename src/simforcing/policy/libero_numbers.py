@@ -20,6 +20,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GRIPPER = 6
 """The gripper's place among the numbers of an action."""
 
+FINGERS_APART = 0.08
+"""Distance of the open fingers in metres."""
+
 STAY_OPEN = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 """The environment's action that moves nothing and holds the gripper open."""
 

@@ -8,7 +8,8 @@ Names that both arms share: body `base`, site `ee` between the fingertips (Widow
 gripper; Panda: z points out of the gripper; y is the direction in which the fingers move), materials
 `shell`, `joint`, `gripper`, `finger`, and one position actuator per joint that bears the joint's name.
 The frames that datasets report are sites under the makers' names: `ee_gripper_link` of the WidowX (where `ee`
-is), `panda_link8` (the flange: DROID's cartesian states), `panda_hand` and `panda_hand_tcp` of the Panda.
+is), `panda_link8` (the flange: DROID's cartesian states), `panda_hand`, `panda_hand_tcp` and robosuite's `grip_site`
+(LIBERO's states) of the Panda.
 """
 
 from collections.abc import Mapping, Sequence
@@ -238,6 +239,7 @@ def panda() -> mujoco.MjSpec:
     _frame(hand, "panda_hand", (0, 0, 0))
     for name in ("ee", "panda_hand_tcp"):
         _frame(hand, name, (0, 0, 0.1034))
+    _frame(hand, "grip_site", (0, 0, 0.0965))
     for number, sign in ((1, 1.0), (2, -1.0)):
         body = b.link(
             hand,

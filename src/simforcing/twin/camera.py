@@ -2,12 +2,12 @@
 
 A pose is a 4x4 float64 matrix from camera to robot base frame, metres. Camera axes are MuJoCo's (and
 OpenGL's): x to the right, y up, looking along -z. The picture is a pinhole's: square pixels, no distortion,
-centre in the middle.
+centre in the middle. Pictures may be stored mirrored, left to right (LIBERO's are).
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from simforcing.twin.robot import Robot, pose_matrix
 
 _FLIP = np.diag([1.0, -1.0, -1.0, 1.0])  # OpenCV's axes (x right, y down, looking along z) to ours, and back
 _KEYS = ("pose", "axes", "fovy_degrees", "height", "width")
+_LATER = ("mirrored",)  # may be missing
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ _FRANKA = ("panda", "fr3", "franka")
 class Camera:
     """A pinhole camera: `pose` [4, 4] camera to base, `fovy` vertical field of view (degrees), picture size.
 
+    mirrored: its pictures are stored with left and right exchanged.
+
     Raises SimForcingError for a pose that is no rigid motion, a field of view outside 1 to 170 degrees, or no
     size.
     """
@@ -51,6 +54,7 @@ class Camera:
     fovy: float
     height: int
     width: int
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         pose = np.asarray(self.pose, dtype=np.float64)
@@ -65,6 +69,8 @@ class Camera:
             raise SimForcingError(f"camera: fovy is {self.fovy} degrees; give 1 to 170")
         if self.height < 1 or self.width < 1:
             raise SimForcingError(f"camera: size is {self.height}x{self.width}; give positive numbers")
+        if not isinstance(self.mirrored, bool):
+            raise SimForcingError(f"camera: mirrored is {self.mirrored!r}; use true or false")
         object.__setattr__(self, "pose", pose)
 
     @classmethod
@@ -95,14 +101,15 @@ class Camera:
                 f"camera: made for {self.height}x{self.width} pictures, but these are {height}x{width}; "
                 "crop them alike, or calibrate for this camera"
             )
-        return Camera(self.pose, self.fovy, height, width)
+        return replace(self, height=height, width=width)
 
     def project(self, points: Float64[np.ndarray, "K 3"]) -> Float64[np.ndarray, "K 2"]:
         """Pixel (column, row) of points in the base frame (metres); nan for points behind the camera."""
         local = np.linalg.solve(self.pose, np.column_stack([points, np.ones(len(points))]).T)[:3]
         depth = np.where(local[2] < 0, -local[2], np.nan)
         focal = self.height / 2 / np.tan(np.radians(self.fovy) / 2)
-        return np.column_stack([self.width / 2 + focal * local[0] / depth, self.height / 2 - focal * local[1] / depth])
+        right = -local[0] if self.mirrored else local[0]
+        return np.column_stack([self.width / 2 + focal * right / depth, self.height / 2 - focal * local[1] / depth])
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that `from_dict` reads."""
@@ -112,18 +119,19 @@ class Camera:
             "fovy_degrees": self.fovy,
             "height": self.height,
             "width": self.width,
+            **({"mirrored": True} if self.mirrored else {}),
         }
 
     @classmethod
     def from_dict(cls, stored: Any) -> "Camera":
-        """A camera from the keys `pose`, `axes`, `fovy_degrees`, `height`, `width`.
+        """A camera from the keys `pose`, `axes`, `fovy_degrees`, `height`, `width`, and perhaps `mirrored`.
 
         `pose` is camera to base, 4x4; `axes` is `opengl`, or `opencv` (x right, y down, looking along z).
         Raises SimForcingError for missing or unknown keys and impossible values.
         """
         if not isinstance(stored, dict):
             raise SimForcingError(f"camera: expected the keys {', '.join(_KEYS)}")
-        if wrong := sorted(set(_KEYS) ^ set(stored)):
+        if wrong := sorted(set(_KEYS) ^ (set(stored) - set(_LATER))):
             kind = "unknown" if wrong[0] in stored else "missing"
             raise SimForcingError(f"camera: {kind} key '{wrong[0]}'; it has {', '.join(_KEYS)}")
         if stored["axes"] not in ("opengl", "opencv"):
@@ -135,7 +143,7 @@ class Camera:
             raise SimForcingError(f"camera: a value is no number ({error})") from error
         if stored["axes"] == "opencv" and pose.shape == (4, 4):
             pose = pose @ _FLIP
-        return cls(pose, *numbers)
+        return cls(pose, *numbers, stored.get("mirrored", False))
 
     def save(self, path: Path) -> None:
         """Write `camera.json` at `path` (under a temporary name first)."""

@@ -133,7 +133,8 @@ def pair(
 ) -> PairResult:
     """Write the paired LeRobot v3.0 dataset `out`: real frames of one camera, and the arm alone beside them.
 
-    camera: where it stands, or where in each episode, by its number (default: `default_camera`, a guess). camera_key:
+    camera: where it stands, or where in each episode, by its number (default: what the dataset says under `cameras`,
+    else `default_camera`, a guess). camera_key:
     see `choose_camera`. follow, start, offset, tolerance: see `joint_path`. first_frame: `masked` takes frame 0 of the
     simulated view from the real one, by `arm_masks` or the calibrated camera. episodes: numbers to take (default all).
     qa_episodes: how many get a contact sheet in `qa/`, besides those that are flagged. workers, engine: see `Workers`.
@@ -149,15 +150,17 @@ def pair(
     """
     target = Path(out)
     _check(target, dataset.root if isinstance(dataset, Dataset) else Path(dataset), shard, qa_episodes)
-    if first_frame == "masked" and camera is None and arm_masks is None:
-        raise SimForcingError("a masked first frame needs a camera file that fits, or arm masks")
     data = dataset if isinstance(dataset, Dataset) else open_checked(dataset, skip_bad=skip_bad, video=False)
     crew = Workers(workers, engine)
     if not crew.here and (isinstance(dataset, Dataset) or robot.origin is None):
         raise SimForcingError("several workers need dataset and robot as paths, which they can open themselves")
     numbers = _numbers(data, episodes)
     convention, state, notes = (conventions or Conventions()).resolve(data)
-    key, view, views = _view(data, robot, camera, camera_key, numbers)
+    key = choose_camera(data, camera_key)
+    known = _stored_camera(data, key) if camera is None else camera
+    if first_frame == "masked" and known is None and arm_masks is None:
+        raise SimForcingError("a masked first frame needs a camera file that fits, or arm masks")
+    view, views = _view(data, robot, known, key, numbers)
     store = Store(target.with_name(f"{target.name}.parts").resolve())
     job = Job(
         dataset=data.root.resolve(),
@@ -167,7 +170,7 @@ def pair(
         key=key,
         camera=view,
         cameras=views,
-        calibrated=camera is not None,
+        calibrated=known is not None,
         convention=convention,
         state=state,
         follow=follow,
@@ -191,20 +194,30 @@ def _check(target: Path, source: Path, shard: tuple[int, int] | None, qa_episode
         raise SimForcingError(f"shard {shard[0]}/{shard[1]}: give i/n with i from 1 to n")
 
 
+def _stored_camera(data: Dataset, key: str) -> Camera | None:
+    """Where a dataset says that its camera stands; None where it does not."""
+    stored = data.meta.get("cameras", {})
+    if not isinstance(stored, dict) or key not in stored:
+        return None
+    try:
+        return Camera.from_dict(stored[key])
+    except SimForcingError as error:
+        raise SimForcingError(f"{data.root}: {key}: {error}") from error
+
+
 def _view(
-    data: Dataset, robot: Robot, camera: Camera | Mapping[int, Camera] | None, key: str | None, numbers: Sequence[int]
-) -> tuple[str, Camera, dict[int, Camera]]:
-    """The dataset's camera, where it stands, and where in each episode if it moves, all as large as the pictures."""
-    chosen = choose_camera(data, key)
-    height, width = data[numbers[0]].frames(chosen, [0]).shape[1:3]
+    data: Dataset, robot: Robot, camera: Camera | Mapping[int, Camera] | None, key: str, numbers: Sequence[int]
+) -> tuple[Camera, dict[int, Camera]]:
+    """Where the camera stands, and where in each episode if it moves, as large as its pictures."""
+    height, width = data[numbers[0]].frames(key, [0]).shape[1:3]
     if not isinstance(camera, Mapping):
-        return chosen, (camera or default_camera(robot, width, height)).resized(height, width), {}
+        return (camera or default_camera(robot, width, height)).resized(height, width), {}
     views = {number: camera[number].resized(height, width) for number in numbers if number in camera}
     if not views:
         raise SimForcingError(
             f"{data.root}: none of the cameras is of one of its episodes {numbers[0]} to {numbers[-1]}"
         )
-    return chosen, next(iter(views.values())), views
+    return next(iter(views.values())), views
 
 
 def _numbers(data: Dataset, episodes: Sequence[int] | None) -> list[int]:
@@ -330,7 +343,7 @@ class _Run:
             fps=self.data.fps,
             robot=self.data.robot,
             cameras={REAL: size, SIM: size},
-            state_names=names(self.job.state.rotation) if stateless else _names_or_numbers(self.data, "state"),
+            state_names=names(self.job.state) if stateless else _names_or_numbers(self.data, "state"),
             action_names=_names_or_numbers(self.data, "action"),
             meta=self.meta(rows, skipped),
         )
@@ -355,7 +368,7 @@ class _Run:
     def meta(self, rows: Sequence[Mapping[str, Any]], skipped: Sequence[tuple[int, str]]) -> dict[str, Any]:
         """Content of `meta/simforcing.json`."""
         job, robot = self.job, self.robot
-        source = "a file an episode" if job.cameras else "file" if job.calibrated else "default guess"
+        source = "a file an episode" if job.cameras else "known" if job.calibrated else "default guess"
         return {
             "action": job.convention.to_dict(),
             "state": job.state.to_dict(),

@@ -4,6 +4,7 @@ Shapes: H W picture size, n arm joints. Pictures are RGB uint8; masks are true w
 """
 
 import atexit
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -56,7 +57,7 @@ class ArmRenderer:
 
     def look_from(self, camera: Camera) -> None:
         """Draw from another camera from now on; the size of the pictures stays."""
-        self.camera = Camera(camera.pose, camera.fovy, self.camera.height, self.camera.width)
+        self.camera = replace(camera, height=self.camera.height, width=self.camera.width)
         number, quat = self.model.camera("simforcing").id, np.empty(4)
         mujoco.mju_mat2Quat(quat, self.camera.pose[:3, :3].flatten())
         self.model.cam_pos[number], self.model.cam_quat[number] = self.camera.pose[:3, 3], quat
@@ -68,7 +69,8 @@ class ArmRenderer:
         self._renderer.update_scene(self.data, camera="simforcing", scene_option=self._option)
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._renderer.scene.flags[flag] = 0
-        return self._renderer.render()
+        drawn = self._renderer.render()
+        return drawn[:, ::-1] if self.camera.mirrored else drawn
 
     def picture(self, q: Float64[np.ndarray, " n"], opening: float | None = None) -> UInt8[np.ndarray, "H W 3"]:
         """The arm at joints `q`, its gripper at `opening` (0 closed, 1 open, None as the model has it)."""

@@ -1,7 +1,7 @@
 """From recorded numbers to a joint path: states or actions give end-effector targets, IK the joints.
 
-Shapes: N frames, n arm joints, W numbers a row: xyz, rotation (rotation vector or Euler angles; a quaternion makes
-W 8), gripper. Poses are 4x4 float64 matrices in the robot base frame, metres.
+Shapes: N frames, n arm joints, W numbers a row: xyz, rotation (rotation vector or Euler angles; a quaternion has one
+number more), gripper (one number, or two fingers). Poses are 4x4 float64 matrices in the robot base frame, metres.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64
 from scipy.spatial.transform import Rotation
 
-from simforcing.data.actions import targets, to_openings, to_poses, width
+from simforcing.data.actions import Convention, names, openings_of, targets, to_openings, to_poses, width
 from simforcing.data.episode import ActionConvention, Dataset, Episode, StateConvention
 from simforcing.data.episode import Rotation as Turn
 from simforcing.errors import SimForcingError
 from simforcing.twin.robot import IKResult, Robot
 
 Follow = Literal["state", "action"]
-Convention = ActionConvention | StateConvention
 _EULER = {"roll", "pitch", "yaw"}
 _STILL = 0.05  # share of the gripper range that counts as its end
 
@@ -84,6 +83,10 @@ def openings(values: Float[np.ndarray, " N"], convention: Convention) -> Float64
     return np.asarray(np.clip(to_openings(values, convention), 0.0, 1.0))
 
 
+def _opening(rows: Float[np.ndarray, "N W"], state: StateConvention) -> Float64[np.ndarray, " N"]:
+    return np.asarray(np.clip(openings_of(rows, state), 0.0, 1.0))
+
+
 def action_targets(
     start: Float64[np.ndarray, "N 4 4"], action: Float[np.ndarray, "N W"], convention: ActionConvention
 ) -> Float64[np.ndarray, "N 4 4"]:
@@ -140,9 +143,9 @@ def commanded(
 
     Raises SimForcingError for rows of another width, and where there is nothing to start from.
     """
-    _check_width(episode, "action", convention.rotation)
+    _check_width(episode, "action", convention)
     if episode.state.shape[-1] and start is None:
-        _check_width(episode, "state", state.rotation)
+        _check_width(episode, "state", state)
         return action_targets(to_poses(episode.state, state), episode.action, convention)
     if start is None:
         raise SimForcingError(f"{episode.where}: it has no state; say where the arm starts with --start-pose")
@@ -172,15 +175,15 @@ def joint_path(
     limit = tolerance or Tolerance()
     if follow == "action":
         wanted = commanded(episode, convention, state, start)
-        first = openings(episode.state[:1, -1], state) if episode.state.shape[-1] else np.ones(1)
+        first = _opening(episode.state[:1], state) if episode.state.shape[-1] else np.ones(1)
         gripper = np.concatenate([first, openings(episode.action[:-1, -1], convention)])
     else:
         if not episode.state.shape[-1]:
             raise SimForcingError(f"{episode.where}: it has no state to follow; use --follow action --start-pose ...")
-        _check_width(episode, "state", state.rotation)
-        _check_width(episode, "action", convention.rotation)  # not used, but pairs say what it means
+        _check_width(episode, "state", state)
+        _check_width(episode, "action", convention)  # not used, but pairs say what it means
         wanted = to_poses(episode.state, state)
-        gripper = openings(episode.state[:, -1], state)
+        gripper = _opening(episode.state, state)
     if offset is not None:
         wanted = wanted @ np.linalg.inv(offset)
     answer = robot.ik(wanted)
@@ -205,13 +208,13 @@ def _unreachable(
     )
 
 
-def _check_width(episode: Episode, name: str, rotation: Turn) -> None:
+def _check_width(episode: Episode, name: str, convention: Convention) -> None:
     rows = episode.state if name == "state" else episode.action
-    wanted = width(rotation)
+    wanted = width(convention)
     if rows.ndim != 2 or rows.shape[1] != wanted:
         raise SimForcingError(
             f"{episode.where}: {name} has {rows.shape[-1]} numbers a row; "
-            f"replay needs {wanted} (xyz, rotation, gripper)"
+            f"replay needs {wanted} ({', '.join(names(convention))})"
         )
 
 

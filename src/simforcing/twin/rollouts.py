@@ -19,7 +19,7 @@ from scipy.ndimage import gaussian_filter1d, maximum_filter1d
 from scipy.spatial.transform import Rotation
 
 from simforcing.data import ActionConvention, Dataset, StateConvention
-from simforcing.data.actions import changes, from_poses, targets, to_openings, to_poses
+from simforcing.data.actions import changes, from_poses, openings_of, targets, to_poses
 from simforcing.errors import SimForcingError
 from simforcing.twin.augment import (
     AugmentConfig,
@@ -138,7 +138,7 @@ class Maker:
         if self.job.offset is not None:
             poses = poses @ np.linalg.inv(self.job.offset)
         turns = Rotation.from_matrix(poses[:, :3, :3]).as_rotvec()
-        opening = np.clip(to_openings(state[:, -1], self.job.state), 0.0, 1.0)
+        opening = np.clip(openings_of(state, self.job.state), 0.0, 1.0)
         return continuous(np.column_stack([poses[:, :3, 3], turns, opening]))
 
     def make(self, episode: int, number: int) -> Rollout | None:
