@@ -12,7 +12,6 @@ from PIL import Image
 from simforcing.data import REAL, SIM, open_dataset
 from simforcing.data.windows import (
     ClipRule,
-    iter_clips,
     load_clip,
     load_split,
     resize_crop,
@@ -61,18 +60,6 @@ def test_window_longer_than_the_episode_is_refused(dataset_path):
     episode = open_dataset(dataset_path)[1]
     with pytest.raises(SimForcingError, match="use a shorter clip rule"):
         load_clip(episode, 0, ClipRule(13), [REAL])
-
-
-def test_iter_clips_equals_load_clip(write_dataset, tmp_path):
-    dataset = open_dataset(write_dataset(tmp_path / "d", lengths=(20, 5, 14)))
-    clips = list(iter_clips(dataset, RULE, [REAL], every=3))
-    assert [(c.episode, c.start) for c in clips] == [(0, s) for s in (0, 3, 6, 9, 12)] + [(2, s) for s in (0, 3, 6)]
-    for clip in clips:
-        alone = load_clip(dataset[clip.episode], clip.start, RULE, [REAL])
-        np.testing.assert_array_equal(clip.frames[REAL], alone.frames[REAL])
-        np.testing.assert_array_equal(clip.action, alone.action)
-        np.testing.assert_array_equal(clip.proprio, alone.proprio)
-    assert {clip.episode for clip in iter_clips(dataset, RULE, [REAL], episodes=[2])} == {2}
 
 
 def test_resize_of_bridge_pictures_equals_pillow(frames):

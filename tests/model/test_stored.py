@@ -13,7 +13,7 @@ import pytest
 from simforcing.errors import SimForcingError
 from simforcing.model.preparation import Preparation
 from simforcing.model.stored import check_fields
-from simforcing.model.world_model import WorldModelConfig, bundled_teacher, load_world_model, open_model
+from simforcing.model.world_model import WorldModel, WorldModelConfig, bundled_teacher, load_model, open_model
 
 DESCRIPTION = json.loads((bundled_teacher() / "config.json").read_text())
 
@@ -57,7 +57,7 @@ def test_the_file_is_named(path: tuple[str, ...], value: Any, tmp_path: Path) ->
     model = shutil.copytree(bundled_teacher(), tmp_path / "model")
     (model / "config.json").write_text(json.dumps(changed(path, value)))
     with pytest.raises(SimForcingError, match=r"config\.json"):
-        load_world_model(model)
+        load_model(model, WorldModel)
 
 
 def test_uploading_hands_the_whole_directory_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simforcing.errors import InputError, SimForcingError
 from simforcing.model.experts import ExpertConfig
-from simforcing.model.world_model import WorldModel, WorldModelConfig, load_strictly, load_world_model
+from simforcing.model.world_model import WorldModel, WorldModelConfig, load_model, load_strictly
 
 SAME: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -293,8 +293,8 @@ def test_a_wrong_file_is_refused_with_the_names(tmp_path: Path) -> None:
         load_strictly(tiny(), state, "x")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(SimForcingError, match="damaged"):
-        load_world_model(tmp_path / "m")
+        load_model(tmp_path / "m", WorldModel)
     with pytest.raises(SimForcingError, match=r"config.json is missing"):
-        load_world_model(tmp_path)
+        load_model(tmp_path, WorldModel)
     with pytest.raises(SimForcingError, match="unknown keys widht"):
         WorldModelConfig.from_dict({"widht": 3})

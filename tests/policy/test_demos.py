@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simforcing.data import open_dataset
+from simforcing.cli.main import main
+from simforcing.data import StateConvention, open_dataset
 from simforcing.errors import SimForcingError
 from simforcing.policy import demos
 from simforcing.policy.demos_expert import Expert, Goal, Manner
 from simforcing.policy.demos_grasp import WIDEST, clear_height, find_grasp, reaches, turned
-from simforcing.policy.libero_env import AGENT, CAMERAS, WRIST, Libero, Task, suite_tasks
+from simforcing.policy.libero_env import AGENT, CAMERAS, WRIST, Libero, Stand, Task, suite_tasks
 from simforcing.policy.libero_numbers import STAY_OPEN, from_recording, to_recording
 
 
@@ -256,3 +257,57 @@ def test_a_demonstration_with_pictures() -> None:
             np.testing.assert_array_equal(world.state(), state)
             world.step(action)
         assert world.solved()
+        without = demos.perform(world, 1, look=False)
+        assert isinstance(without, demos.Demonstration) and not without.images
+        np.testing.assert_array_equal(without.action, found.action)
+
+
+@pytest.mark.slow
+def test_where_robot_and_camera_stand_is_what_the_twin_draws_by() -> None:
+    """The twin's `grip_site` is where the simulator has it, and the camera sees it in the same pixel, mirrored."""
+    pytest.importorskip("libero")
+    import mujoco
+
+    from simforcing.data.actions import to_poses
+    from simforcing.twin.camera import Camera
+    from simforcing.twin.robot import Robot
+
+    robot = Robot.load("panda", ee="grip_site")
+    for suite in ("libero_object", "libero_spatial"):
+        with Libero(suite_tasks(suite)[0], size=64) as world:
+            world.start_anywhere(0)
+            stand = world.stand()
+            model, data = world.control.sim.model._model, world.control.sim.data._data
+            for _ in range(10):
+                world.step(np.array([0.5, -0.8, -0.4, 0.1, 0.2, 0.6, -1.0]))
+            q = np.array([data.qpos[model.joint(f"robot0_joint{i}").qposadr[0]] for i in range(1, 8)])
+            state = world.state()  # of the last substep's beginning
+            mujoco.mj_kinematics(model, data)
+            place = np.array(data.site("gripper0_grip_site").xpos)
+            view = np.array(data.camera("agentview").xpos)
+        seen = Camera.from_dict(stand.camera)
+        assert seen.mirrored and stand.base[:3] in ((-0.6, 0, 0), (-0.66, 0, 0.912))
+        np.testing.assert_allclose(seen.pose[:3, 3], view - stand.base[:3], atol=1e-6)
+        expected = to_poses(state[None], demos.state_of(stand))[0]
+        reached = robot.fk_path(q[None])[0]
+        np.testing.assert_allclose(reached[:3, 3], place - stand.base[:3], atol=2e-4)
+        np.testing.assert_allclose(
+            reached[:3, 3], expected[:3, 3], atol=3e-3
+        )  # states are read before the last substep
+        np.testing.assert_allclose(reached[:3, :3], expected[:3, :3], atol=0.02)
+
+
+def test_the_suites_arena_is_told_only_where_it_is_one(tmp_path: Path) -> None:
+    stand = Stand((-0.6, 0.0, 0.0, 0.0, 0.0, 0.0), {"fovy_degrees": 45.0})
+    told = demos.meta_of(demos.Making(tmp_path), {}, stand)
+    assert told["cameras"] == {AGENT: stand.camera}
+    assert StateConvention.from_dict(told["state"]) == StateConvention(
+        gripper_range=(0.0, 0.08), fingers=True, base=stand.base
+    )
+    assert not {"cameras", "state"} & set(demos.meta_of(demos.Making(tmp_path), {}, None))
+
+
+@pytest.mark.parametrize("words", [["--rate", "--out", "x"], []])
+def test_a_dataset_or_a_rate(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "demos", "--suite", "libero_object", "--episodes", "1", *words]) == 2
+    assert "give either --out" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_defaults_are_the_references() -> None:
     assert replace(command, suite="libero_10").protocol().limit == 700
     assert replace(command, limit=220).protocol().limit == 220
     row = {"successes": 1, "trials": 2, "rate": 0.5, "low": 0.1, "high": 0.9, "endings": {"limit": 0, "crash": 1}}
-    assert policy_eval._rate(row) == "1/2 = 50.0 % [10.0, 90.0] (1 crash)"
+    assert policy_eval.say_rate(row) == "1/2 = 50.0 % [10.0, 90.0] (1 crash)"
 
 
 def test_what_is_served(opened: Any) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from simforcing.errors import SimForcingError
+
+if TYPE_CHECKING:
+    from simforcing.policy.libero_env import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +19,7 @@ class PolicyDemos:
 
     Example:
       simforcing policy demos --suite libero_object --tasks 0 ketchup butter --episodes 40 --out data/demos
+      simforcing policy demos --suite libero_spatial --episodes 20 --rate
 
     The expert knows the simulator's state and moves with noise; what it does not solve is left out and counted. It does
     all tasks of libero_object, and those of libero_spatial whose bowl can be reached from above. A run that was ended
@@ -27,8 +31,10 @@ class PolicyDemos:
     """Suite of the tasks."""
     episodes: int
     """Demonstrations of each task."""
-    out: Path
+    out: Path | None = None
     """Dataset to make; must not exist."""
+    rate: bool = False
+    """Only say how often the expert succeeds, an attempt an episode: no pictures, no dataset."""
     tasks: tuple[str, ...] = ()
     """Numbers of tasks, or words that only one instruction has; default: all."""
     seed: int = 0
@@ -45,16 +51,44 @@ class PolicyDemos:
 
     def run(self) -> int:
         """Makes what is missing, puts it together, checks it, and says how often the expert succeeded."""
+        from simforcing.policy.libero_env import choose, suite_tasks
+
+        if self.rate == (self.out is not None):
+            raise SimForcingError("give either --out, a dataset to make, or --rate")
+        if self.out is not None and self.out.exists():
+            raise SimForcingError(f"{self.out}: exists already; choose another --out, or delete it first")
+        tasks = choose(suite_tasks(self.suite), self.tasks)
+        return self._measure(tasks) if self.out is None else self._make(tasks, self.out)
+
+    def _measure(self, tasks: list[Task]) -> int:
+        from simforcing.cli.policy_eval import say_rate
+        from simforcing.cli.show import progress
+        from simforcing.policy.demos import Making, measure_expert
+        from simforcing.policy.libero_results import rate
+
+        making = Making(Path(), self.size, self.seed, self.noise)
+        with progress() as report:
+            found = measure_expert(
+                making,
+                tasks,
+                self.episodes,
+                self.workers,
+                lambda done, of, words: report("attempts", done / of, f"{done} of {of}, {words}"),
+            )
+        for task in tasks:
+            reasons = found[task.name]
+            print(f"{task.name}  {say_rate(rate(['limit' if r else 'success' for r in reasons]))}  {task.instruction}")
+            for reason in sorted({reason for reason in reasons if reason}):
+                print(f"  {reasons.count(reason)} x {reason}")
+        return 0
+
+    def _make(self, tasks: list[Task], out: Path) -> int:
         from simforcing.cli.show import progress
         from simforcing.data import open_dataset
         from simforcing.policy.demos import Making, assemble_demos, make_demos, where_all_stand
         from simforcing.policy.libero_check import check_recordings
-        from simforcing.policy.libero_env import choose, suite_tasks
 
-        if self.out.exists():
-            raise SimForcingError(f"{self.out}: exists already; choose another --out, or delete it first")
-        tasks = choose(suite_tasks(self.suite), self.tasks)
-        making = Making(self.parts or self.out.with_name(f"{self.out.name}.parts"), self.size, self.seed, self.noise)
+        making = Making(self.parts or out.with_name(f"{out.name}.parts"), self.size, self.seed, self.noise)
         with progress() as report:
             summary = make_demos(
                 making,
@@ -64,15 +98,15 @@ class PolicyDemos:
                 lambda done, of, words: report("demonstrations", done / of, f"{done} of {of}, {words}"),
             )
         stand = where_all_stand(tasks, self.size)
-        assemble_demos(making, tasks, self.episodes, self.out, summary, stand)
+        assemble_demos(making, tasks, self.episodes, out, summary, stand)
         if self.parts is None:
             shutil.rmtree(making.parts, ignore_errors=True)
         for task in tasks:
             row = summary[task.name]
             share = f"{row['episodes']}/{row['attempts']} attempts = {100 * row['episodes'] / row['attempts']:.0f} %"
             print(f"{task.name}  {share}  {task.instruction}")
-        dataset = open_dataset(self.out)
+        dataset = open_dataset(out)
         for what, wrong in check_recordings(dataset).items():
             print(f"doubtful: {what}: {wrong}")
-        print(f"{self.out}: {len(dataset)} demonstrations, {sum(dataset.lengths)} frames")
+        print(f"{out}: {len(dataset)} demonstrations, {sum(dataset.lengths)} frames")
         return 0

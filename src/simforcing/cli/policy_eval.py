@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from simforcing.policy.libero_env import Seen
-    from simforcing.policy.libero_results import Folder
+    from simforcing.policy.libero_results import Folder, Rate
     from simforcing.policy.libero_trials import Act, Job, Protocol
     from simforcing.policy.policy import Policy
 
@@ -120,12 +120,13 @@ class PolicyEval:
         summary = folder.summary(tasks, self.trials)
         file = folder.save(summary)
         for name, row in summary["tasks"].items():
-            print(f"{name}  {_rate(row)}  {row['instruction']}")
-        print(f"{self.suite}, {len(tasks)} tasks: {_rate(summary['suite'])}; see {file}")
+            print(f"{name}  {say_rate(row)}  {row['instruction']}")
+        print(f"{self.suite}, {len(tasks)} tasks: {say_rate(summary['suite'])}; see {file}")
         return 0
 
 
-def _rate(row: dict[str, Any]) -> str:
+def say_rate(row: Rate | dict[str, Any]) -> str:
+    """Successes of trials, with an interval, and what went wrong besides."""
     odd = ", ".join(
         f"{count} {name}" for name, count in row["endings"].items() if count and name in ("timeout", "crash")
     )

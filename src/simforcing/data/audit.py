@@ -296,12 +296,6 @@ def _plain(codec: str) -> str:
     return known.get(name, name)
 
 
-def bad_episodes(path: Path | str, *, video: bool = True, report: Report | None = None) -> dict[int, str]:
-    """Positions of the episodes that have errors, with the first error of each. Raises as `audit` does."""
-    problems = audit(path, video=video, report=report).findings
-    return Problems(strict=False, findings=problems).bad()
-
-
 def open_checked(
     path: Path | str, *, skip_bad: bool = False, video: bool = True, report: Report | None = None
 ) -> Dataset:

@@ -6,7 +6,7 @@ Shapes: T frames of a clip, A actions of a clip, D action or state width, h w st
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 from PIL import Image
 
-from simforcing.data.episode import Dataset, Episode
+from simforcing.data.episode import Episode
 from simforcing.errors import SimForcingError
 from simforcing.files import write_text
 
@@ -102,30 +102,6 @@ def load_clip(episode: Episode, start: int, rule: ClipRule, cameras: Sequence[st
     rows = range(start, start + rule.steps, rule.stride)
     frames = {key: resize_crop(episode.frames(key, rows), rule.height, rule.width) for key in cameras}
     return _clip(episode, start, rule, frames)
-
-
-def iter_clips(
-    dataset: Dataset,
-    rule: ClipRule,
-    cameras: Sequence[str],
-    every: int = 1,
-    episodes: Sequence[int] | None = None,
-) -> Iterator[Clip]:
-    """All windows of all (or the given) episodes in order; every frame is decoded and resized once.
-
-    Values equal those of `load_clip`. Episodes shorter than a window give nothing; memory holds one episode.
-    """
-    for index in range(len(dataset)) if episodes is None else episodes:
-        first_rows = starts(dataset.lengths[index], rule, every)
-        if not first_rows:
-            continue
-        episode = dataset[index]
-        rows = sorted({start + i * rule.stride for start in first_rows for i in range(rule.frames)})
-        place = {row: i for i, row in enumerate(rows)}
-        pictures = {key: resize_crop(episode.frames(key, rows), rule.height, rule.width) for key in cameras}
-        for start in first_rows:
-            pick = [place[start + i * rule.stride] for i in range(rule.frames)]
-            yield _clip(episode, start, rule, {key: value[pick] for key, value in pictures.items()})
 
 
 def _check_window(episode: Episode, start: int, rule: ClipRule) -> None:

@@ -329,11 +329,6 @@ class WorldModel(Unit):
                 raise SimForcingError(f"{repository}: not uploaded to the hub ({why}); check name and token") from error
 
 
-def load_world_model(root: Path, dtype: torch.dtype | None = torch.float32) -> WorldModel:
-    """Reads the directory of a world model; see `load_model`."""
-    return load_model(root, WorldModel, dtype)
-
-
 def load_model(root: Path, kind: type[M], dtype: torch.dtype | None = torch.float32) -> M:
     """Reads a directory that `save_pretrained` wrote, strictly. dtype None keeps the weights as they are stored.
 

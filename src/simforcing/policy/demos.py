@@ -25,7 +25,7 @@ from simforcing.data.lerobot_writer import LeRobotWriter
 from simforcing.errors import SimForcingError
 from simforcing.files import partial_path, write_text
 from simforcing.policy.demos_expert import METRES, RADIANS, Expert
-from simforcing.policy.libero_env import AGENT, CAMERAS, HZ, Libero, Stand, Task
+from simforcing.policy.libero_env import AGENT, CAMERAS, HZ, Libero, Seen, Stand, Task
 from simforcing.policy.libero_numbers import FINGERS_APART, STAY_OPEN, to_recording
 from simforcing.train.directory import claim_run
 from simforcing.twin.parallel import Workers
@@ -92,11 +92,7 @@ def make_demos(
     Raises:
         SimForcingError: the expert cannot do a task, or the parts belong to other settings.
     """
-    if episodes < 1 or making.size < 2 or making.size % 2 or not 0 <= making.noise <= 5:
-        raise SimForcingError(
-            f"{episodes} episodes of {making.size} pixels with noise {making.noise:g}: give at least 1, an even size, "
-            "and noise from 0 to 5"
-        )
+    _check(making, episodes)
     claim_run(making.parts, making.plan())
     wanted = [(task, episode) for episode in range(episodes) for task in tasks]
     missing = [(t, e) for t, e in wanted if not part_file(making.parts, t, e).with_suffix(".json").exists()]
@@ -107,14 +103,61 @@ def make_demos(
     return {task.name: success(making.parts, task, episodes) for task in tasks}
 
 
-def _make_in_worker(making: Making, what: tuple[Task, int]) -> str:
-    """One demonstration, with the world that this process keeps."""
+def measure_expert(
+    making: Making,
+    tasks: Sequence[Task],
+    episodes: int,
+    workers: int = 1,
+    report: Callable[[int, int, str], None] = lambda done, of, words: None,
+) -> dict[str, list[str]]:
+    """Of every attempt at a task, the reason why it is no demonstration, or "": without pictures, nothing is kept.
+
+    Raises:
+        SimForcingError: a task asks for what the expert does not do, or a number makes no sense.
+    """
+    _check(making, episodes)
+    wanted = [(task, episode) for task in tasks for episode in range(episodes)]
+    found: dict[str, list[str]] = {task.name: [] for task in tasks}
+    with Workers(workers) as pool:
+        for done, ((task, episode), reason) in enumerate(pool.each(partial(_try_in_worker, making), wanted), 1):
+            found[task.name].append(reason)
+            report(done, len(wanted), f"{task.name} {episode}: {reason or 'solved'}")
+    return found
+
+
+def _try_in_worker(making: Making, what: tuple[Task, int]) -> str:
     task, episode = what
+    made = perform(_world(making, task), _seed(making, task, episode, 0), making.noise, look=False)
+    return made if isinstance(made, str) else ""
+
+
+def _check(making: Making, episodes: int) -> None:
+    if episodes < 1 or making.size < 2 or making.size % 2 or not 0 <= making.noise <= 5:
+        raise SimForcingError(
+            f"{episodes} episodes of {making.size} pixels with noise {making.noise:g}: give at least 1, an even size, "
+            "and noise from 0 to 5"
+        )
+
+
+def _world(making: Making, task: Task) -> Libero:
+    """The world of a task, which this process keeps."""
     if task not in _worlds:
         while _worlds:
             _worlds.popitem()[1].close()
         _worlds[task] = Libero(task, making.size)
-    return make_one(making, _worlds[task], episode)
+    return _worlds[task]
+
+
+def _seed(making: Making, task: Task, episode: int, attempt: int) -> int:
+    suite = int.from_bytes(task.suite.encode()[-6:], "big")
+    entropy = [making.seed, suite, task.index, episode, attempt]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def _make_in_worker(making: Making, what: tuple[Task, int]) -> str:
+    """One demonstration, with the world that this process keeps."""
+    task, episode = what
+    return make_one(making, _world(making, task), episode)
 
 
 def make_one(making: Making, world: Libero, episode: int) -> str:
@@ -125,8 +168,7 @@ def make_one(making: Making, world: Libero, episode: int) -> str:
     """
     task, reasons = world.task, list[str]()
     for attempt in range(ATTEMPTS):
-        suite = int.from_bytes(task.suite.encode()[-6:], "big")
-        seed = int(np.random.SeedSequence([making.seed, suite, task.index, episode, attempt]).generate_state(1)[0])
+        seed = _seed(making, task, episode, attempt)
         found = perform(world, seed, making.noise)
         if isinstance(found, Demonstration):
             about = {"attempts": attempt + 1, "steps": len(found.action), "seed": seed, "failed": reasons}
@@ -139,8 +181,8 @@ def make_one(making: Making, world: Libero, episode: int) -> str:
     )
 
 
-def perform(world: Libero, seed: int, noise: float = 1.0) -> Demonstration | str:
-    """One attempt from a random beginning; or why it is no demonstration."""
+def perform(world: Libero, seed: int, noise: float = 1.0, look: bool = True) -> Demonstration | str:
+    """One attempt from a random beginning; or why it is no demonstration. look: with pictures, which cost most."""
     world.start_anywhere(seed)
     for _ in range(WAIT):
         world.step(STAY_OPEN)
@@ -152,7 +194,7 @@ def perform(world: Libero, seed: int, noise: float = 1.0) -> Demonstration | str
         while expert.phase != "done":
             if len(actions) == LONGEST:
                 return f"not done after {LONGEST} steps"
-            seen.append(world.look())
+            seen.append(world.look() if look else Seen({}, world.state()))
             actions.append(expert.action().astype(np.float32))
             world.step(actions[-1])
     except SimForcingError as error:
@@ -161,7 +203,7 @@ def perform(world: Libero, seed: int, noise: float = 1.0) -> Demonstration | str
         return str(error)
     if not world.solved():
         return "not solved at the end"
-    images = {key: np.stack([one.images[key] for one in seen]) for key in CAMERAS}
+    images = {key: np.stack([one.images[key] for one in seen]) for key in seen[0].images}
     return Demonstration(images, np.stack([one.state for one in seen]), to_recording(np.stack(actions)))
 
 
@@ -222,7 +264,7 @@ def assemble_demos(
         cameras=dict.fromkeys(CAMERAS, (making.size, making.size)),
         state_names=STATE_NAMES,
         action_names=ACTION_NAMES,
-        meta=_meta(making, summary, stand),
+        meta=meta_of(making, summary, stand),
     )
     with writer:
         for task, made in _parts(making.parts, tasks, episodes):
@@ -245,8 +287,9 @@ def where_all_stand(tasks: Sequence[Task], size: int) -> Stand | None:
     return found[0] if all(stand == found[0] for stand in found) else None
 
 
-def _meta(making: Making, summary: Mapping[str, Any], stand: Stand | None) -> dict[str, Any]:
-    told = {} if stand is None else {"state": _state(stand).to_dict(), "cameras": {AGENT: stand.camera}}
+def meta_of(making: Making, summary: Mapping[str, Any], stand: Stand | None) -> dict[str, Any]:
+    """Content of `meta/simforcing.json`."""
+    told = {} if stand is None else {"state": state_of(stand).to_dict(), "cameras": {AGENT: stand.camera}}
     return {
         "action": CONVENTION.to_dict(),
         **told,
@@ -259,6 +302,6 @@ def _meta(making: Making, summary: Mapping[str, Any], stand: Stand | None) -> di
     }
 
 
-def _state(stand: Stand) -> StateConvention:
+def state_of(stand: Stand) -> StateConvention:
     """What LIBERO's states mean where the robot stands like this."""
     return StateConvention(gripper_range=(0.0, FINGERS_APART), fingers=True, base=stand.base)

@@ -190,6 +190,8 @@ class Libero:
 
     def start_anywhere(self, seed: int) -> None:
         """A random beginning by the task's own rules, not one of the benchmark's. Keeps the compiled model."""
+        for robot in self.control.robots:
+            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # a reset leaves the command that it holds
         self._found = self._reset(seed, anew=False)
 
     def _reset(self, seed: int, anew: bool) -> Any:

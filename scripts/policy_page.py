@@ -1,0 +1,237 @@
+"""The page of the policy study: success with intervals, learning curves, pictures; and all numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simforcing.evaluate.protocol import code_version, describe_machine
+from simforcing.evaluate.statistics import difference_over_seeds
+from simforcing.files import write_text
+from simforcing.policy.libero_results import rate
+
+Key = tuple[str, str, int]
+"""Setting, start, seed."""
+SAID = {"none": "scratch", "student": "student", "teacher": "teacher"}
+ERROR = "val_action_error"
+
+
+def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[Key]) -> None:
+    """Writes the page, and beside it `<name>.json`, `images/policy-curves.png` and `images/policy-trials.png`."""
+    found = {key: record for key in keys if (record := read(out, key, int(sizes["trials"]))) is not None}
+    numbers = {
+        "sizes": dict(sizes),
+        "machine": describe_machine(),
+        "code": code_version(),
+        "demonstrations": demonstrations(out),
+        "world models": {name: last_validation(out / name) for name in ("teacher", "student")},
+        "policies": {"-".join(map(str, key)): record for key, record in found.items()},
+    }
+    write_text(page.with_suffix(".json"), json.dumps(numbers, indent=1, allow_nan=False) + "\n")
+    images = page.parent / "images"
+    curves(images / "policy-curves.png", found)
+    filmed = trials_picture(images / "policy-trials.png", out)
+    write_text(page, "\n".join(lines(numbers, found, filmed)) + "\n")
+
+
+def read(out: Path, key: Key, trials: int) -> dict[str, Any] | None:
+    """A policy's validation errors by step, and which trials succeeded; None where it was not trained."""
+    name = "-".join(map(str, key))
+    log = out / "policies" / name / "log.jsonl"
+    if not (log.parent / "model").exists():
+        return None
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    record: dict[str, Any] = {
+        "curve": [[row["step"], row[ERROR]] for row in rows if ERROR in row],
+        "seconds": rows[-1]["seconds"],
+        "trials": {},
+    }
+    for folder in sorted((out / "evaluations" / name / "trials").glob("*")):
+        files = [folder / f"{trial:03d}.json" for trial in range(trials)]
+        if all(file.exists() for file in files):
+            record["trials"][folder.name] = [json.loads(file.read_text())["ending"] for file in files]
+    return record
+
+
+def demonstrations(out: Path) -> dict[str, Any]:
+    """How often the expert succeeded, by task."""
+    meta = json.loads((out / "demos/meta/simforcing.json").read_text())
+    return dict(meta["libero"]["expert"]["tasks"])
+
+
+def last_validation(run: Path) -> dict[str, Any]:
+    """The last validated numbers of a world model."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    validated = [row for row in rows if any(name.startswith("val_") for name in row)]
+    kept = {name: value for name, value in validated[-1].items() if name.startswith("val_")}
+    return {"steps": rows[-1]["step"], "seconds": rows[-1]["seconds"], **kept}
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def successes(found: Mapping[Key, dict[str, Any]], setting: str, start: str) -> np.ndarray | None:
+    """[seeds, tasks x trials] of 0 and 1, the same initial states in the same columns; None where there are none."""
+    rows = [
+        [float(ending == "success") for task in sorted(record["trials"]) for ending in record["trials"][task]]
+        for (a, b, _), record in found.items()
+        if (a, b) == (setting, start) and record["trials"]
+    ]
+    return np.array(rows) if rows and len({len(row) for row in rows}) == 1 else None
+
+
+def curve(found: Mapping[Key, dict[str, Any]], setting: str, start: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Steps [n], and errors [seeds, n]."""
+    rows = [np.array(r["curve"]) for (a, b, _), r in found.items() if (a, b) == (setting, start)]
+    return (rows[0][:, 0], np.stack([row[:, 1] for row in rows])) if rows else None
+
+
+def lines(numbers: Mapping[str, Any], found: Mapping[Key, dict[str, Any]], filmed: Sequence[str]) -> list[str]:
+    """The page."""
+    sizes, settings, starts = numbers["sizes"], _seen(found, 0), _seen(found, 1)
+    made = "; ".join(
+        f"{name} {row['episodes']} of {row['attempts']}" for name, row in numbers["demonstrations"].items()
+    )
+    seeds = len(_seen(found, 2))
+    text = [
+        "# Policies: what the first weights are worth",
+        "",
+        "Written by `python scripts/policy_study.py --page docs/policy-results.md`; all numbers are in "
+        "[policy-results.json](policy-results.json). A small study: "
+        f"{len(sizes['tasks'])} tasks of {sizes['suite']}, {sizes['episodes']} scripted demonstrations each "
+        f"(expert: {made} attempts), pictures of 64 x 64, a policy of 3 M weights, {sizes['policy_steps']} steps of 16 "
+        f"windows, {seeds} seeds, {sizes['trials']} trials a task from the benchmark's initial states, at most "
+        f"{sizes['limit']} steps. Machine: {_machine(numbers['machine'])}.",
+        "",
+        "Teacher and student learnt from the training demonstrations alone (the held-out ones are the same for all), "
+        "so that the policies from them saw more steps on the same data; the policies' own steps are equal.",
+        "",
+        "## Success",
+        "",
+        "| setting | starts from | " + " | ".join(_tasks(found)) + " | all | minus scratch |",
+        "|---|---|" + "---|" * (len(_tasks(found)) + 2),
+    ]
+    for setting in settings:
+        for start in starts:
+            text += _success_row(found, setting, start)
+    text += [
+        "",
+        "Successes of trials, of all seeds together, with Wilson intervals at 95 %. *Minus scratch*: the difference on "
+        "the same initial states, these and the seeds resampled, in percentage points.",
+        "",
+        "## Error of actions on held-out demonstrations",
+        "",
+        "![mean absolute error of sampled actions against steps](images/policy-curves.png)",
+        "",
+        "| setting | starts from | error at the end, by seed | steps to scratch's error at the end |",
+        "|---|---|---|---|",
+    ]
+    for setting in settings:
+        for start in starts:
+            text += _error_row(found, setting, start)
+    text += [
+        "",
+        "Mean absolute error of sampled actions in the units of the recordings (a change of 1 is 5 cm or 0.5 rad; "
+        "gripper 0 or 1), 32 windows. Steps: the first validation at which the mean over seeds is as low as scratch's "
+        "last.",
+        "",
+    ]
+    if filmed:
+        text += ["## Trials", "", "![trials](images/policy-trials.png)", "", *[f"- {line}" for line in filmed], ""]
+    return text[:-1]
+
+
+def _success_row(found: Mapping[Key, dict[str, Any]], setting: str, start: str) -> list[str]:
+    table = successes(found, setting, start)
+    if table is None:
+        return [f"| {setting} | {SAID[start]} | " + "| " * len(_tasks(found)) + "not run | |"]
+    records = [r for (a, b, _), r in found.items() if (a, b) == (setting, start)]
+    cells = []
+    for task in _tasks(found):
+        endings = [ending for record in records for ending in record["trials"].get(task, [])]
+        cells.append(f"{endings.count('success')}/{len(endings)}")
+    every = rate([ending for record in records for group in record["trials"].values() for ending in group])
+    cells.append(f"**{100 * every['rate']:.0f} %** [{100 * every['low']:.0f}, {100 * every['high']:.0f}]")
+    scratch = successes(found, setting, "none")
+    if start == "none" or scratch is None or scratch.shape[1] != table.shape[1]:
+        cells.append("")
+    else:
+        gap = difference_over_seeds(table, scratch)
+        cells.append(f"{100 * gap['mean']:+.0f} [{100 * gap['low']:+.0f}, {100 * gap['high']:+.0f}]")
+    return [f"| {setting} | {SAID[start]} | " + " | ".join(cells) + " |"]
+
+
+def _error_row(found: Mapping[Key, dict[str, Any]], setting: str, start: str) -> list[str]:
+    own, scratch = curve(found, setting, start), curve(found, setting, "none")
+    if own is None:
+        return [f"| {setting} | {SAID[start]} | not run | |"]
+    steps, errors = own
+    reached = ""
+    if scratch is not None:
+        below = steps[errors.mean(0) <= scratch[1].mean(0)[-1]]
+        reached = f"{below[0]:.0f} of {steps[-1]:.0f}" if len(below) else f"not within {steps[-1]:.0f}"
+    return [f"| {setting} | {SAID[start]} | {', '.join(f'{e:.4f}' for e in errors[:, -1])} | {reached} |"]
+
+
+def _seen(found: Mapping[Key, Any], place: int) -> list[Any]:
+    return list(dict.fromkeys(key[place] for key in found))
+
+
+def _tasks(found: Mapping[Key, dict[str, Any]]) -> list[str]:
+    return sorted({task for record in found.values() for task in record["trials"]})
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in machine.items() if value)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def curves(file: Path, found: Mapping[Key, dict[str, Any]]) -> None:
+    """Errors against steps: a panel a setting, a colour a start, thin lines the seeds, thick ones their mean."""
+    import matplotlib.pyplot as plt
+
+    settings = _seen(found, 0)
+    figure, axes = plt.subplots(1, len(settings), figsize=(5 * len(settings), 3.4), sharey=True, squeeze=False)
+    for axis, setting in zip(axes[0], settings, strict=True):
+        for start, colour in zip(SAID, ("#555555", "#c2410c", "#1d4ed8"), strict=True):
+            drawn = curve(found, setting, start)
+            if drawn is None:
+                continue
+            steps, errors = drawn
+            axis.plot(steps, errors.T, color=colour, linewidth=0.6, alpha=0.6)
+            axis.plot(steps, errors.mean(0), color=colour, linewidth=2, label=f"from {SAID[start]}")
+        axis.set(title=setting, xlabel="training steps", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(frameon=False)
+    axes[0][0].set_ylabel("error of sampled actions")
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def trials_picture(file: Path, out: Path, columns: int = 8, height: int = 128) -> list[str]:
+    """One filmed success and one failure, a row each; says what the rows are. Nothing where nothing was filmed."""
+    from PIL import Image
+
+    from simforcing.data.video import VideoFile
+
+    rows, said = [], []
+    for ending, words in (("success", "solved"), ("limit", "not solved within the limit")):
+        films = sorted((out / "evaluations").glob(f"*/videos/*-{ending}.mp4"))
+        if not films:
+            continue
+        film = VideoFile(films[0], None)
+        picked = np.linspace(0, film.probe().frames - 1, columns).round() / film.fps
+        row = np.concatenate(list(film.at(picked.tolist())), axis=1)
+        rows.append(np.asarray(Image.fromarray(row).resize((row.shape[1] * height // row.shape[0], height))))
+        said.append(f"row {len(rows)}: {films[0].parent.parent.name}, {films[0].stem.rsplit('-', 1)[0]}: {words}")
+    if rows:
+        Image.fromarray(np.concatenate(rows)).save(file)
+    return said
