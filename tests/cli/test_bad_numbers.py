@@ -34,6 +34,12 @@ def test_weights(w: str, capsys: pytest.CaptureFixture[str], tmp_path, monkeypat
     assert f"guidance w is {w}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("predict", *SAMPLE), ("evaluate", *SCORE)], ids=["predict", "evaluate"])
+def test_noise_ranges(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--guided-noise", "0.8", "0.2"]) == 2
+    assert "guidance at noise (0.8, 0.2): give two levels" in capsys.readouterr().err
+
+
 def test_an_empty_directory_name_is_not_this_directory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "audit", ""]) == 2
     assert "empty text" in capsys.readouterr().err

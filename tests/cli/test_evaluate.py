@@ -52,9 +52,11 @@ def test_numbers_videos_and_protocol(held_out_pairs, tmp_path: Path, capsys: pyt
 
 def test_without_guidance_nothing_is_simulated(held_out_pairs, tmp_path: Path) -> None:
     out = tmp_path / "plain.json"
-    assert evaluate(held_out_pairs, out, "-w", "0", "--no-sensitivity", "--no-videos", "--name", "w = 0") == 0
+    plain = ("-w", "0", "--no-sensitivity", "--no-videos", "--name", "w = 0", "--solver", "midpoint")
+    assert evaluate(held_out_pairs, out, *plain, "--guided-noise", "0", "0.8") == 0
     found = Result.load(out)
     assert (found.name, found.videos, found.protocol.sim_steps, found.protocol.simulation) == ("w = 0", None, None, "")
+    assert found.protocol.guidance_kind == "branches at noise 0 to 0.8, midpoint"
     assert list(found.latency) == ["real stage", "decoding"] and set(found.sensitivity) == {"other"}
     assert [f.name for f in tmp_path.iterdir()] == ["plain.json"]
 
