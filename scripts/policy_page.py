@@ -31,8 +31,10 @@ def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[K
         "world models": {name: last_validation(out / name) for name in ("teacher", "student")},
         "policies": {"-".join(map(str, key)): record for key, record in found.items()},
     }
-    write_text(page.with_suffix(".json"), json.dumps(numbers, indent=1, allow_nan=False) + "\n")
     images = page.parent / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    write_text(page.with_suffix(".json"), json.dumps(numbers, indent=1, allow_nan=False) + "\n")
+
     curves(images / "policy-curves.png", found)
     filmed = trials_picture(images / "policy-trials.png", out)
     write_text(page, "\n".join(lines(numbers, found, filmed)) + "\n")
@@ -104,7 +106,8 @@ def lines(numbers: Mapping[str, Any], found: Mapping[Key, dict[str, Any]], filme
         "[policy-results.json](policy-results.json). A small study: "
         f"{len(sizes['tasks'])} tasks of {sizes['suite']}, {sizes['episodes']} scripted demonstrations each "
         f"(expert: {made} attempts), pictures of 64 x 64, a policy of 3 M weights, {sizes['policy_steps']} steps of 16 "
-        f"windows, {seeds} seeds, {sizes['trials']} trials a task from the benchmark's initial states, at most "
+        f"windows (action-only {sizes['action_only_steps']}), {seeds} seeds, "
+        f"{sizes['trials']} trials a task from the benchmark's initial states, at most "
         f"{sizes['limit']} steps. Machine: {_machine(numbers['machine'])}.",
         "",
         "Teacher and student learnt from the training demonstrations alone (the held-out ones are the same for all), "
@@ -211,7 +214,6 @@ def curves(file: Path, found: Mapping[Key, dict[str, Any]]) -> None:
         axis.legend(frameon=False)
     axes[0][0].set_ylabel("error of sampled actions")
     figure.tight_layout()
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -41,7 +41,8 @@ class Sizes:
     teacher_steps: int = 600
     student_steps: int = 400
     policy_steps: int = 800
-    validate_every: int = 100
+    action_only_steps: int = 1600  # each costs a quarter: only the first frame is looked at
+    validations: int = 8  # of each policy
     seeds: tuple[int, ...] = (0, 1)
     trials: int = 20
     limit: int = 280  # steps until a trial has failed; the demonstrations take 100 to 190
@@ -116,7 +117,8 @@ def rounds(out: Path, sizes: Sizes, workers: int) -> Iterator[list[Chain]]:
         (setting, start, seed): policy(out, sizes, setting, start, seed) for setting, start, seed in policies(sizes)
     }
     yield [world_models(out, sizes, recipe), *(chain for (_, start, _), chain in each.items() if start == "none")]
-    yield [chain for (_, start, _), chain in each.items() if start != "none"]
+    for pretrained in STARTS[1:]:
+        yield [chain for (_, start, _), chain in each.items() if start == pretrained]
 
 
 def world_models(out: Path, sizes: Sizes, recipe: Sequence[str]) -> Chain:
@@ -138,7 +140,8 @@ def policy(out: Path, sizes: Sizes, setting: str, start: str, seed: int) -> Chai
     source = "none" if start == "none" else f"{start}:{out / start / 'model'}"
     train = ("policy", "train", str(out / "demos"), "--setting", setting, "--from", source, "--out", str(run))
     data = ("--latents", str(out / "windows"), "--val", str(sizes.val), "--seed", str(seed), "--threads", "1")
-    length = ("--steps", str(sizes.policy_steps), "--validate-every", str(sizes.validate_every))
+    steps = sizes.action_only_steps if setting == "action-only" else sizes.policy_steps
+    length = ("--steps", str(steps), "--validate-every", str(steps // sizes.validations))
     test = ("policy", "eval", str(run / "model"), "--suite", sizes.suite, "--tasks", *sizes.tasks)
     test = (*test, "--limit", str(sizes.limit), "--out", str(evaluation))
     return [
