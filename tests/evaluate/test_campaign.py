@@ -86,7 +86,7 @@ def test_methods_name_presets_data_and_teachers_that_there_are() -> None:
     assert set(plan.MEASURED) <= set(METHODS)
     assert {way for ways in plan.MEASURED.values() for way in ways} <= set(WAYS)
     for full, plain in REGIMES.values():
-        assert METHODS[full].data == METHODS[plain].data
+        assert (METHODS[full].data, METHODS[full].times) == (METHODS[plain].data, METHODS[plain].times)
         assert (METHODS[full].equal, METHODS[plain].equal) == ("steps", "time")
 
 

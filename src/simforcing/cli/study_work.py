@@ -113,7 +113,7 @@ class Worker:
     def _train(self, task: plan.Training) -> None:
         method = METHODS[task.method]
         role = PRESETS[method.preset].role
-        steps = self.sizes.teacher_steps if role == "teacher" else self.sizes.steps
+        steps = self.sizes.steps_of(method)
         if method.equal == "time":
             steps = Speed.load(self.out / plan.CALIBRATION).equal_time(steps)
         run = self.out / plan.run_of(task.method, task.seed)

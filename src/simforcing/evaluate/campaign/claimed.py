@@ -157,6 +157,7 @@ def ours() -> Sequence[Claim]:
             (Contrast(reference("joint", "w0"), reference("real-only", "w0")),),
         ),
         Claim("With few real episodes the method beats real-only training of equal time", (_chosen("few"),)),
+        Claim("With few real episodes and three times the steps it does so", (_chosen("few-long"),)),
         Claim("With many real episodes it does so, too", (_chosen("many"),)),
         Claim("With a twin that is exact in motion and camera it does so, too", (_chosen("exact"),)),
         Claim("Control: exchanged actions are worse", (beside("exchanged", "less"),)),

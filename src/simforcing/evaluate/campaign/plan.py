@@ -58,6 +58,10 @@ class Sizes:
             per_episode=1, simulated=4, sim_steps=(1, 5), real_steps=(1, 10, 20), tried_steps=(1,), repeats=1, turns=1,
         )  # fmt: skip
 
+    def steps_of(self, method: "Method") -> int:
+        """Steps of a training, where it is not to be of equal time."""
+        return method.times * (self.teacher_steps if method.preset == "teacher" else self.steps)
+
     def trained_on(self, data: str) -> int:
         """Episodes that a training on these data learns from."""
         return {"few": self.few, "many": self.many, "exact": self.main}.get(data, self.main)
@@ -65,7 +69,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Method:
-    """A training of the study. `equal`: as many steps as all others, or the time that the full method's steps take."""
+    """A training of the study. `equal`: as many steps as all others, or the time that the full method's steps take.
+
+    times: how many times as many steps.
+    """
 
     label: str
     preset: str
@@ -73,6 +80,7 @@ class Method:
     teacher: str = "bundled"  # or a method
     equal: Literal["steps", "time"] = "steps"
     settings: tuple[str, ...] = ()
+    times: int = 1
 
     @property
     def aside(self) -> bool:
@@ -100,6 +108,10 @@ METHODS: dict[str, Method] = {
     "full-plain": Method("full method, teacher without augmentation", "full", teacher="teacher-plain"),
     "full-few": Method("full method, few episodes", "full", "few"),
     "real-only-few": Method("real only, few episodes, equal time", "real-only", "few", equal="time"),
+    "full-few-long": Method("full method, few episodes, three times the steps", "full", "few", times=3),
+    "real-only-few-long": Method(
+        "real only, few episodes, three times the steps, equal time", "real-only", "few", equal="time", times=3
+    ),
     "full-many": Method("full method, many episodes", "full", "many"),
     "real-only-many": Method("real only, many episodes, equal time", "real-only", "many", equal="time"),
     "full-exact": Method("full method, exact twin", "full", "exact"),
@@ -107,6 +119,7 @@ METHODS: dict[str, Method] = {
 }
 REGIMES = {
     "few": ("full-few", "real-only-few"),
+    "few-long": ("full-few-long", "real-only-few-long"),
     "main": ("full", "real-only-time"),
     "many": ("full-many", "real-only-many"),
     "exact": ("full-exact", "real-only-exact"),

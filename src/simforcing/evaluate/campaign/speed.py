@@ -114,7 +114,7 @@ def seconds_of(unit: Unit, sizes: Sizes, speed: Speed, windows: int = 6) -> floa
     if isinstance(task, plan.Training):
         method = METHODS[task.method]
         role = {"teacher": "teacher", "real-only": "baseline", "scratch": "baseline"}.get(method.preset, "student")
-        steps = sizes.teacher_steps if role == "teacher" else sizes.steps
+        steps = sizes.steps_of(method)
         steps = speed.equal_time(steps) if method.equal == "time" else steps
         return speed.validated + steps * float(getattr(speed, role))
     clips = sizes.test * sizes.per_episode
