@@ -38,15 +38,15 @@ class Sizes:
     episodes: int = 25  # demonstrations of a task
     val: int = 9  # of all demonstrations
     augmented: int = 4  # simulated rollouts a demonstration, for the teacher
-    teacher_steps: int = 600
+    teacher_steps: int = 500
     student_steps: int = 400
-    policy_steps: int = 800
-    action_only_steps: int = 1600  # each costs a quarter: only the first frame is looked at
+    policy_steps: int = 600
+    action_only_steps: int = 1200  # each costs a quarter: only the first frame is looked at
     validations: int = 8  # of each policy
     seeds: tuple[int, ...] = (0, 1)
     trials: int = 20
     limit: int = 280  # steps until a trial has failed; the demonstrations take 100 to 190
-    filmed: int = 2
+    filmed: int = 1
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,8 @@ def rounds(out: Path, sizes: Sizes, workers: int) -> Iterator[list[Chain]]:
     per = ("--per-episode", str(sizes.augmented), "--split", str(split))
     windows = out / "windows"
     encode = ("policy", "train", str(demos), "--encode-only", "--latents", str(windows), "--out", str(out / "unused"))
-    yield [
-        [Command(rollouts, ("twin", "augment", str(pairs), str(rollouts), *per))],
-        [Command(windows / "index.json", (*encode, *val))],
-    ]
+    yield [[Command(rollouts, ("twin", "augment", str(pairs), str(rollouts), *per, *crew))]]
+    yield [[Command(windows / "index.json", (*encode, *val, *crew))]]
     encoded = out / "rollout-latents"
     yield [[Command(encoded / "split.json", ("encode", str(rollouts), str(encoded), *recipe, *crew))]]
     each = {
