@@ -48,7 +48,7 @@ def read(out: Path, key: Key, trials: int) -> dict[str, Any] | None:
         return None
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     record: dict[str, Any] = {
-        "curve": [[row["step"], row[ERROR]] for row in rows if ERROR in row],
+        "curve": sorted({row["step"]: row[ERROR] for row in rows if ERROR in row}.items()),
         "seconds": rows[-1]["seconds"],
         "trials": {},
     }
@@ -218,7 +218,7 @@ def curves(file: Path, found: Mapping[Key, dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def trials_picture(file: Path, out: Path, columns: int = 8, height: int = 128) -> list[str]:
+def trials_picture(file: Path, out: Path, columns: int = 5, height: int = 192) -> list[str]:
     """One filmed success and one failure, a row each; says what the rows are. Nothing where nothing was filmed."""
     from PIL import Image
 
