@@ -1,0 +1,110 @@
+"""`scripts/policy_study.py`: its commands are ones that there are, its order, its page."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tyro
+
+from simforcing.cli.main import COMMANDS
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def script(name: str) -> ModuleType:
+    """A module of `scripts/`, which is no package."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def page() -> ModuleType:
+    return script("policy_page")
+
+
+@pytest.fixture(scope="module")
+def study(page: ModuleType) -> ModuleType:
+    return script("policy_study")
+
+
+def test_every_command_is_one_and_needs_what_was_made_before(study: ModuleType, tmp_path: Path) -> None:
+    sizes = study.Sizes()
+    made: set[Path] = set()
+    count = 0
+    for beside in study.rounds(tmp_path, sizes, 2):
+        begun = set(made)
+        for chain in beside:
+            there = set(begun)
+            for command in chain:
+                kind = next(c for c in COMMANDS if command.words[: len(c.words)] == c.words)
+                tyro.cli(kind.load(), args=list(command.words[len(kind.words) :]))
+                places = {p for p in map(Path, command.words[len(kind.words) :]) if p.is_relative_to(tmp_path)}
+                places |= {Path(w.split(":", 1)[1]) for w in command.words if w.startswith(("student:", "teacher:"))}
+                own = command.made if command.made.suffix == "" else command.made.parent
+                needed = {p for p in places if p not in (own, tmp_path / "parts", tmp_path / "unused", own.parent)}
+                unknown = {p for p in needed if not any(p == t or t.is_relative_to(p) for t in there)}
+                assert not unknown, (command.words, unknown)
+                there.add(command.made)
+                count += 1
+            made |= there
+    assert count == 6 + 2 + 3 * len(list(study.policies(sizes)))
+    assert len(list(study.policies(sizes))) == 2 * 3 * len(sizes.seeds)
+
+
+def run(out: Path, name: str, errors: list[float], endings: dict[str, list[str]]) -> None:
+    """What a trained and tested policy leaves behind."""
+    (out / "policies" / name / "model").mkdir(parents=True)
+    rows = [{"step": 10 * (i + 1), "seconds": i, "val_action_error": e} for i, e in enumerate(errors)]
+    rows.append(rows[-1])  # the last step is validated twice
+    (out / "policies" / name / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for task, ended in endings.items():
+        folder = out / "evaluations" / name / "trials" / task
+        folder.mkdir(parents=True)
+        for trial, ending in enumerate(ended):
+            (folder / f"{trial:03d}.json").write_text(json.dumps({"ending": ending}))
+
+
+def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "demos/meta").mkdir(parents=True)
+    expert = {"t-00": {"episodes": 5, "attempts": 6}}
+    (out / "demos/meta/simforcing.json").write_text(json.dumps({"libero": {"expert": {"tasks": expert}}}))
+    for name in ("teacher", "student"):
+        (out / name).mkdir()
+        (out / name / "log.jsonl").write_text(json.dumps({"step": 7, "seconds": 1.0, "val_action_ratio": 1.5}))
+    good, bad = ["success", "success", "success", "limit"], ["limit", "limit", "success", "crash"]
+    for seed in (0, 1):
+        run(out, f"unconditional-none-{seed}", [0.4, 0.3, 0.2], {"t-00": bad, "t-01": bad})
+        run(out, f"unconditional-student-{seed}", [0.3, 0.2, 0.1], {"t-00": good, "t-01": good})
+    run(out, "unconditional-teacher-0", [0.5, 0.5, 0.25], {"t-00": good[:2]})  # not all of its trials
+    sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 4}
+    target = tmp_path / "docs/policy-results.md"
+    page.write_page(target, out, sizes, list(study.policies(study.Sizes())))
+    text = target.read_text()
+    assert "| unconditional | scratch | 2/8 | 2/8 | **25 %** [10, 49] |  |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| unconditional | student | 6/8"))
+    assert "**75 %** [51, 90] | +50 [" in row
+    assert "| unconditional | teacher | | | not run | |" in text
+    assert "| unconditional | student | 0.1000, 0.1000 | 20 of 30 |" in text
+    assert "| unconditional | teacher | 0.2500 | not within 30 |" in text
+    assert "t-00 5 of 6" in text and "## Trials" not in text
+    numbers = json.loads(target.with_suffix(".json").read_text())
+    assert numbers["world models"]["student"]["val_action_ratio"] == 1.5
+    assert (tmp_path / "docs/images/policy-curves.png").stat().st_size > 5000
+
+
+def test_seeds_and_states_are_paired(page: ModuleType) -> None:
+    endings = {"t-01": ["limit", "success"], "t-00": ["success", "limit"]}
+    found = {("a", "none", seed): {"trials": endings} for seed in (0, 1)}
+    table = page.successes(found, "a", "none")
+    np.testing.assert_array_equal(table, [[1, 0, 0, 1], [1, 0, 0, 1]])
+    assert page.successes(found, "a", "student") is None
