@@ -10,6 +10,7 @@ teacher and from the student: the same data, steps and seeds, only the first wei
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import tyro
 
 from policy_page import write_page
 from simforcing.data.windows import load_split
+from simforcing.errors import SimForcingError
+from simforcing.files import write_text
 
 SETTINGS = ("unconditional", "action-only")
 STARTS = ("none", "student", "teacher")
@@ -74,14 +77,30 @@ Chain = Sequence[Command]
 def main(args: Args) -> None:
     """Runs what is missing, then writes the page."""
     sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
-    args.out.mkdir(parents=True, exist_ok=True)
+    claim(args.out, sizes)
     if args.run:
         for beside in rounds(args.out, sizes, args.workers):
             with ThreadPoolExecutor(args.workers) as pool:
                 list(pool.map(lambda chain: carry_out(chain, args.out), beside))
-        check_splits(args.out)
+    check_splits(args.out)
     if args.page is not None:
         write_page(args.page, args.out, asdict(sizes), list(policies(sizes)))
+
+
+def claim(out: Path, sizes: Sizes) -> None:
+    """Makes OUT the folder of a study of these sizes; seeds and trials may grow.
+
+    Raises:
+        SimForcingError: it is one of other sizes.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file, wanted = out / "sizes.json", json.loads(json.dumps(asdict(sizes)))
+    stored = json.loads(file.read_text()) if file.exists() else wanted
+    differs = [name for name in wanted if stored.get(name) != wanted[name] and name not in ("seeds", "trials")]
+    if differs:
+        told = ", ".join(f"{name} is {stored.get(name)!r} there, {wanted[name]!r} now" for name in differs)
+        raise SimForcingError(f"{out}: a study of other sizes ({told}); choose another --out")
+    write_text(file, json.dumps(wanted, indent=1) + "\n")
 
 
 def policies(sizes: Sizes) -> Iterator[tuple[str, str, int]]:
@@ -153,7 +172,7 @@ def policy(out: Path, sizes: Sizes, setting: str, start: str, seed: int) -> Chai
 
 
 def carry_out(chain: Chain, out: Path) -> None:
-    """What is missing of a chain. Raises CalledProcessError where a command fails; its words are in the log."""
+    """What is missing of a chain. Raises SimForcingError where a command fails; its words are in the log."""
     logs = out / "logs"
     logs.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -163,26 +182,30 @@ def carry_out(chain: Chain, out: Path) -> None:
         log = logs / f"{command.made.relative_to(out).as_posix().replace('/', '-')}.log"
         begun = time.monotonic()
         print("simforcing", *command.words, flush=True)
-        with log.open("w") as stream:
-            subprocess.run(
+        with log.open("a") as stream:
+            code = subprocess.run(
                 [sys.executable, "-m", "simforcing.cli.main", *command.words],
-                check=True,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,
-            )
+            ).returncode
+        if code:
+            raise SimForcingError(f"simforcing {' '.join(command.words[:3])} ended with code {code}; see {log}")
         if command.made.suffix == "" and not command.made.exists():
             command.made.touch()  # a mark of its own, where the command makes no new file
         print(f"{time.monotonic() - begun:.0f} s: {command.made}", flush=True)
 
 
 def check_splits(out: Path) -> None:
-    """World models and policies hold out the same demonstrations. Raises ValueError where they do not."""
+    """World models and policies hold out the same demonstrations. Raises SimForcingError where they do not."""
     parts = [load_split(file)["val"] for file in (out / "policies").glob("*/split.json")]
     mine = load_split(out / "latents/split.json")["val"]
     if any(sorted(part) != sorted(mine) for part in parts):
-        raise ValueError(f"the world models hold out {mine}, policies {parts}")
+        raise SimForcingError(f"the world models hold out {mine}, policies {parts}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except SimForcingError as error:
+        sys.exit(f"error: {error}")

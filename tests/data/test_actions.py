@@ -95,7 +95,10 @@ def test_states_of_libero_by_hand():
     [
         ({"fingers": 2}, "fingers is 2"),
         ({"fingers": True, "gripper": "closed_positive"}, "open where they are apart"),
+        ({"fingers": True}, "fingers need gripper_range"),
         ({"base": [0, 0]}, "base is"),
+        ({"base": "123456"}, "give six numbers"),
+        ({"base": [True, 0, 0, 0, 0, 0]}, "give six numbers"),
         ({"base": [0, 0, "z", 0, 0, 0]}, "give six numbers"),
         ({"base": [0, 0, float("nan"), 0, 0, 0]}, "base is"),
     ],

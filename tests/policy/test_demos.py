@@ -307,7 +307,14 @@ def test_the_suites_arena_is_told_only_where_it_is_one(tmp_path: Path) -> None:
     assert not {"cameras", "state"} & set(demos.meta_of(demos.Making(tmp_path), {}, None))
 
 
-@pytest.mark.parametrize("words", [["--rate", "--out", "x"], []])
-def test_a_dataset_or_a_rate(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rate", "--out", "x"], "give either --out"),
+        ([], "give either --out"),
+        (["--rate", "--parts", "x"], "so it has no --parts"),
+    ],
+)
+def test_a_dataset_or_a_rate(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "demos", "--suite", "libero_object", "--episodes", "1", *words]) == 2
-    assert "give either --out" in capsys.readouterr().err
+    assert says in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 import tyro
 
 from simforcing.cli.main import COMMANDS
+from simforcing.errors import SimForcingError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -100,6 +101,13 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
     numbers = json.loads(target.with_suffix(".json").read_text())
     assert numbers["world models"]["student"]["val_action_ratio"] == 1.5
     assert (tmp_path / "docs/images/policy-curves.png").stat().st_size > 5000
+
+
+def test_a_folder_of_other_sizes_is_refused(study: ModuleType, tmp_path: Path) -> None:
+    study.claim(tmp_path, study.Sizes(trials=10))
+    study.claim(tmp_path, study.Sizes(trials=20, seeds=(0, 1, 2)))
+    with pytest.raises(SimForcingError, match="policy_steps is 1500 there, 7 now"):
+        study.claim(tmp_path, study.Sizes(policy_steps=7))
 
 
 def test_seeds_and_states_are_paired(page: ModuleType) -> None:

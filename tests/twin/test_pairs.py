@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,11 +17,13 @@ import pytest
 from PIL import Image
 
 from simforcing.cli.main import main
-from simforcing.data import REAL, SIM, Dataset, Episode, open_dataset
+from simforcing.data import REAL, SIM, Dataset, Episode, StateConvention, open_dataset
+from simforcing.data.convert import Wanted
 from simforcing.errors import SimForcingError
 from simforcing.twin import pairs, parts, qa
+from simforcing.twin.calibrate import Source, _Reader
 from simforcing.twin.camera import Camera
-from simforcing.twin.pairs import Conventions, choose_camera, pair
+from simforcing.twin.pairs import Conventions, choose_camera, pair, stored_camera
 from simforcing.twin.render import ArmRenderer, masked_first_frame
 from simforcing.twin.replay import poses
 from simforcing.twin.robot import Robot
@@ -178,9 +180,34 @@ def test_the_camera_that_a_dataset_knows_is_taken(source: Path, panda: Robot, tm
     assert made.meta["camera"]["mirrored"] is True
     pair(data, tmp_path / "given", panda, episodes=[0], camera=replace(views()[1], mirrored=True))
     np.testing.assert_array_equal(made[0].frames(SIM), open_dataset(tmp_path / "given")[0].frames(SIM))
+    again = pair(open_dataset(tmp_path / "own"), tmp_path / "again", panda)
+    assert open_dataset(again.out).meta["camera"]["source"] == "known"
+    with pytest.raises(SimForcingError, match="are mirrored"):
+        _Reader(data, panda, Source())
+    for wrong, says in (([1], "must be a table"), ({"real": {}}, "knows of a camera 'real'; known: ")):
+        with pytest.raises(SimForcingError, match=says):
+            stored_camera(changed_meta(data, wrong), key)
     data.meta["cameras"][key]["fovy_degrees"] = 0
     with pytest.raises(SimForcingError, match=f"{key}: camera: fovy is 0"):
         pair(data, tmp_path / "wrong", panda, episodes=[0])
+
+
+def changed_meta(data: Dataset, cameras: Any) -> Dataset:
+    """The dataset with another table of cameras."""
+    other = changed(data, {})
+    other.meta = {**data.meta, "cameras": cameras}
+    return other
+
+
+def test_the_sign_of_a_gripper_of_two_fingers_is_the_actions_alone(source: Path) -> None:
+    data = open_dataset(source)
+    fingers = StateConvention(gripper_range=(0.0, 0.08), fingers=True)
+    data.state_convention, data.meta = fingers, {k: v for k, v in data.meta.items() if k != "action"}
+    for gripper in ("auto", "closed_positive"):
+        action, state, _ = Conventions(gripper).resolve(data)
+        assert state == fingers
+    assert action.gripper == "closed_positive"
+    assert Wanted(gripper="closed_positive", gripper_range=(-1.0, 1.0)).state(fingers) == fingers
 
 
 def test_bad_episodes_stop_or_are_counted(source: Path, panda: Robot, tmp_path: Path) -> None:

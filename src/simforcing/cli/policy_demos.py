@@ -55,6 +55,8 @@ class PolicyDemos:
 
         if self.rate == (self.out is not None):
             raise SimForcingError("give either --out, a dataset to make, or --rate")
+        if self.rate and self.parts is not None:
+            raise SimForcingError("--rate keeps nothing, so it has no --parts")
         if self.out is not None and self.out.exists():
             raise SimForcingError(f"{self.out}: exists already; choose another --out, or delete it first")
         tasks = choose(suite_tasks(self.suite), self.tasks)

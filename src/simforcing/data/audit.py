@@ -178,7 +178,8 @@ def _lags(found: Survey, episodes: Sequence[Episode], looks: Sequence[Look]) -> 
     for episode in episodes:
         state = episode.values("state")
         if state is not None and found.state_convention is not None and episode.source.index in told:
-            series.setdefault("state", []).append((told[episode.source.index], speed(state, "absolute")))
+            moved = speed(state, "absolute", gripper=2 if found.state_convention.fingers else 1)
+            series.setdefault("state", []).append((told[episode.source.index], moved))
     lags = {key: estimate(pairs) for key, pairs in series.items()}
     return {key: lag for key, lag in lags.items() if lag is not None}
 

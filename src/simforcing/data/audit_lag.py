@@ -33,14 +33,14 @@ class Lag:
     transitions: int
 
 
-def speed(rows: Float[np.ndarray, "N D"], kind: str) -> Float[np.ndarray, "M"]:
+def speed(rows: Float[np.ndarray, "N D"], kind: str, gripper: int = 1) -> Float[np.ndarray, "M"]:
     """How much rows tell a robot to move in each transition: the size of deltas, or of the change of absolute values.
 
-    Dimensions are divided by their own spread; the last one, the gripper, is left out where there are others. Jumps
-    by a full turn do not count.
+    Dimensions are divided by their own spread; the last `gripper` ones are left out where there are others. Jumps by a
+    full turn do not count.
     """
     values = np.asarray(rows, np.float64)
-    values = values[:, :-1] if values.shape[1] > 1 else values
+    values = values[:, :-gripper] if values.shape[1] > gripper else values
     if kind == "absolute":
         values = np.diff(values, axis=0)
         values = np.where(np.abs(values) > np.pi, 0.0, values)

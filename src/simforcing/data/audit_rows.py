@@ -156,7 +156,7 @@ def _check_clipped(
     limits: dict[int, set[float]] = {}
     for i, label in enumerate(labels):
         values = every[:, i]
-        if "gripper" in label.lower() or len(np.unique(values)) < CLIP_DISTINCT:
+        if any(word in label.lower() for word in ("gripper", "finger")) or len(np.unique(values)) < CLIP_DISTINCT:
             continue
         low, high = float(values.min()), float(values.max())
         limits[i] = {limit for limit in (low, high) if _is_limit(values, limit, firsts)}

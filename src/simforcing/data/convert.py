@@ -62,8 +62,9 @@ class Wanted:
         return replace(source, **changed, relative_to=relative, hz=fps, **_PLAIN, position_scale=1.0, angle_scale=1.0)
 
     def state(self, source: StateConvention) -> StateConvention:
-        """The convention of states after the change."""
-        given = {name: getattr(self, name) for name in ("rotation", "gripper", "gripper_range")}
+        """The convention of states after the change; fingers stay where they are, in metres."""
+        names = ("rotation",) if source.fingers else ("rotation", "gripper", "gripper_range")
+        given = {name: getattr(self, name) for name in names}
         changed = {name: value for name, value in given.items() if value is not None}
         return replace(source, **changed, **_PLAIN)
 

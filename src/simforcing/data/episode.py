@@ -110,6 +110,7 @@ class StateConvention:
     fingers: the gripper is two numbers, where each finger is on their common axis (LIBERO, robosuite); open is apart,
     and `gripper_range` is of their distance.
     base: where the robot's base stands in the frame that stored poses are of: xyz (metres), rotation vector (radians).
+        Actions in the frame `base` are along the axes of the robot's base all the same, absolute ones seen from it.
     """
 
     rotation: Rotation = "rotvec"
@@ -127,6 +128,8 @@ class StateConvention:
             raise SimForcingError(f"state convention: fingers is {self.fingers!r}; use true or false")
         if self.fingers and self.gripper != "open_positive":
             raise SimForcingError("state convention: fingers are open where they are apart; gripper = open_positive")
+        if self.fingers and self.gripper_range == (0.0, 1.0):
+            raise SimForcingError("state convention: fingers need gripper_range, their distance closed and open")
         if np.shape(self.base) != (6,) or not np.isfinite(self.base).all():
             raise SimForcingError(f"state convention: base is {self.base}; give xyz and a rotation vector")
 
@@ -176,10 +179,10 @@ def _restored(
     for name in {"hz", "position_scale", "angle_scale"} & set(values):
         values[name] = float(values[name])
     if "base" in values:
-        try:
-            values["base"] = tuple(float(number) for number in values["base"])
-        except (TypeError, ValueError) as error:
-            raise SimForcingError(f"{what} convention: base is {values['base']!r}; give six numbers") from error
+        base = values["base"]
+        if not isinstance(base, (list, tuple)) or any(type(number) not in (int, float) for number in base):
+            raise SimForcingError(f"{what} convention: base is {base!r}; give six numbers")
+        values["base"] = tuple(float(number) for number in base)
     return values
 
 

@@ -21,7 +21,7 @@ from simforcing.errors import SimForcingError
 from simforcing.files import check_new, partial_path, write_text
 from simforcing.twin.camera import Camera
 from simforcing.twin.camera_fit import Calibration, Effort, Report, Track, fit_camera
-from simforcing.twin.pairs import Conventions, choose_camera
+from simforcing.twin.pairs import Conventions, choose_camera, stored_camera
 from simforcing.twin.render import ArmRenderer
 from simforcing.twin.replay import Tolerance, joint_path
 from simforcing.twin.robot import Robot
@@ -187,6 +187,11 @@ class _Reader:
             if not listed:
                 raise
             raise SimForcingError(f"{data.root}: no camera {source.camera_key!r}; it has {listed}") from error
+        known = stored_camera(data, self.key)
+        if known is not None and known.mirrored:
+            raise SimForcingError(
+                f"{data.root}: pictures of {self.key} are mirrored, and it says where the camera stands"
+            )
         self._data, self._robot, self._source = data, robot, source
         self._action, self._state, notes = source.conventions.resolve(data)
         self._joints = _joint_columns(data.state_names, robot)

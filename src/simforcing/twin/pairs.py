@@ -19,7 +19,7 @@ from simforcing.data import REAL, SIM, ActionConvention, Dataset, Episode, LeRob
 from simforcing.data.actions import from_poses, names
 from simforcing.data.audit import open_checked
 from simforcing.data.cache import source_hash
-from simforcing.data.episode import Rotation, StateConvention, nearest
+from simforcing.data.episode import Gripper, Rotation, StateConvention, nearest
 from simforcing.errors import SimForcingError
 from simforcing.files import check_new
 from simforcing.twin import qa
@@ -57,14 +57,21 @@ class Conventions:
         if self.rotation != "auto":
             convention, state = replace(convention, rotation=self.rotation), replace(state, rotation=self.rotation)
         if self.gripper != "auto":
-            convention, state = replace(convention, gripper=self.gripper), replace(state, gripper=self.gripper)
+            convention, state = _signed(convention, state, self.gripper)
         elif "action" not in dataset.meta and not _says_gripper(dataset):
             found = infer_gripper(dataset)
             sign = found or convention.gripper
-            convention, state = replace(convention, gripper=sign), replace(state, gripper=sign)
+            convention, state = _signed(convention, state, sign)
             why = "most episodes start so when open" if found else "not clear from the data; assumed"
             found_notes.append(f"gripper: {sign} ({why}); --gripper says otherwise")
         return convention, state, found_notes
+
+
+def _signed(
+    convention: ActionConvention, state: StateConvention, gripper: Gripper
+) -> tuple[ActionConvention, StateConvention]:
+    """Both with this end of the gripper open; of two fingers there is no question."""
+    return replace(convention, gripper=gripper), state if state.fingers else replace(state, gripper=gripper)
 
 
 def _says_gripper(dataset: Dataset) -> bool:
@@ -157,7 +164,7 @@ def pair(
     numbers = _numbers(data, episodes)
     convention, state, notes = (conventions or Conventions()).resolve(data)
     key = choose_camera(data, camera_key)
-    known = _stored_camera(data, key) if camera is None else camera
+    known = stored_camera(data, key) if camera is None else camera
     if first_frame == "masked" and known is None and arm_masks is None:
         raise SimForcingError("a masked first frame needs a camera file that fits, or arm masks")
     view, views = _view(data, robot, known, key, numbers)
@@ -194,10 +201,15 @@ def _check(target: Path, source: Path, shard: tuple[int, int] | None, qa_episode
         raise SimForcingError(f"shard {shard[0]}/{shard[1]}: give i/n with i from 1 to n")
 
 
-def _stored_camera(data: Dataset, key: str) -> Camera | None:
+def stored_camera(data: Dataset, key: str) -> Camera | None:
     """Where a dataset says that its camera stands; None where it does not."""
     stored = data.meta.get("cameras", {})
-    if not isinstance(stored, dict) or key not in stored:
+    if not isinstance(stored, dict):
+        raise SimForcingError(f"{data.root}: cameras in its meta must be a table of camera and where it stands")
+    for name in stored:
+        if name not in data.cameras:
+            raise SimForcingError(f"{data.root}: its meta knows of a camera {name!r}; {nearest(name, data.cameras)}")
+    if key not in stored:
         return None
     try:
         return Camera.from_dict(stored[key])
@@ -375,6 +387,7 @@ class _Run:
             "robot": {"name": robot.name, "sha256": robot.sha256, "end_effector": robot.ee_name}
             | {"bundled": robot.origin in BUNDLED},
             "camera": {"key": job.key, "source": source, **job.camera.to_dict()},
+            **({"cameras": {REAL: job.camera.to_dict()}} if source == "known" else {}),
             "source": {"dataset": self.data.root.name, "follow": job.follow, "state_rotation": job.state.rotation},
             "tool_offset": None if job.offset is None else job.offset.tolist(),
             "first_frame": "masked" if job.masked else "rendered",

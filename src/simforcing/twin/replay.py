@@ -119,8 +119,10 @@ def infer_gripper(dataset: Dataset, episodes: int = 20) -> Literal["open_positiv
     """The sign of the gripper by the habit that episodes start with it open; None where they do not agree.
 
     Looks at the first states of up to `episodes` episodes, spread over the dataset, relative to the range that
-    the dataset gives. None without states, too.
+    the dataset gives. None without states, too, and where states hold two fingers, which say nothing of actions.
     """
+    if dataset.state_convention is not None and dataset.state_convention.fingers:
+        return None
     low, high = (dataset.state_convention or dataset.action_convention).gripper_range
     picks = np.unique(np.linspace(0, len(dataset) - 1, min(episodes, len(dataset))).astype(int))
     rows = [dataset[int(i)].state[:1] for i in picks]
