@@ -63,6 +63,7 @@ class VideoWriter:
         options = {"movflags": "+faststart", "fflags": "+bitexact"}
         self._container = av.open(str(path), "w", format="mp4", options=options)
         x264 = {"crf": str(crf), "preset": "veryfast", "forced-idr": "1", "sc_threshold": "0", "threads": "1"}
+        x264["mbtree"] = "0"  # it looks for motion with numbers that nobody set where a row has an odd count of blocks
         stream: VideoStream = self._container.add_stream("libx264", rate=self._rate, options=x264)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.gop_size, stream.max_b_frames = GOP, 0
