@@ -18,6 +18,12 @@ SCORE = ("bundled-student", "--data", "d", "--split", "s", "--out", "x.json")
         ("sweep", "steps", *SCORE, "--seeds"),
         ("twin", "calibrate", "d", "--robot", "panda", "--seed"),
         ("twin", "augment", "d", "o", "--per-episode", "1", "--seed"),
+        ("demo", "--seed"),
+        ("import", "w.pt", "o", "--seed"),
+        ("policy", "demos", "--suite", "libero_object", "--episodes", "1", "--rate", "--seed"),
+        ("policy", "train", "d", "--out", "o", "--split-seed"),
+        ("policy", "eval", "m", "--suite", "libero_object", "--out", "o", "--seed"),
+        ("policy", "serve", "m", "--seed"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     from simforcing.cli.show import Report
@@ -81,6 +81,7 @@ class Import:
         from simforcing.model.importing import recognise
         from simforcing.model.wan import WanTransformer
 
+        check_seed(self.seed, "--seed")
         if self.out.exists():
             raise SimForcingError(f"{self.out} exists; choose another directory, nothing was written")
         with progress() as report:

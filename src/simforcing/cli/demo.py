@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 from simforcing.files import write_text
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Demo:
         from simforcing.cli.show import progress
         from simforcing.train.directory import claim_run
 
+        check_seed(self.seed, "--seed")
         settings = {k: v for k, v in asdict(self).items() if k not in ("out", "workers")}
         claim_run(self.out, {"command": "demo", "settings": settings, "format": 1})
         log = Stages(self.out / "seconds.json")

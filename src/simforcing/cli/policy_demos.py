@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     from simforcing.policy.libero_env import Task
@@ -53,6 +53,7 @@ class PolicyDemos:
         """Makes what is missing, puts it together, checks it, and says how often the expert succeeded."""
         from simforcing.policy.libero_env import choose, suite_tasks
 
+        check_seed(self.seed, "--seed")
         if self.rate == (self.out is not None):
             raise SimForcingError("give either --out, a dataset to make, or --rate")
         if self.rate and self.parts is not None:
@@ -64,7 +65,7 @@ class PolicyDemos:
 
     def _measure(self, tasks: list[Task]) -> int:
         from simforcing.cli.policy_eval import say_rate
-        from simforcing.cli.show import progress
+        from simforcing.cli.show import counted, progress
         from simforcing.policy.demos import Making, measure_expert
         from simforcing.policy.libero_results import rate
 
@@ -75,7 +76,7 @@ class PolicyDemos:
                 tasks,
                 self.episodes,
                 self.workers,
-                lambda done, of, words: report("attempts", done / of, f"{done} of {of}, {words}"),
+                counted("attempts", report),
             )
         for task in tasks:
             reasons = found[task.name]
@@ -85,7 +86,7 @@ class PolicyDemos:
         return 0
 
     def _make(self, tasks: list[Task], out: Path) -> int:
-        from simforcing.cli.show import progress
+        from simforcing.cli.show import counted, progress
         from simforcing.data import open_dataset
         from simforcing.policy.demos import Making, assemble_demos, make_demos, where_all_stand
         from simforcing.policy.libero_check import check_recordings
@@ -97,7 +98,7 @@ class PolicyDemos:
                 tasks,
                 self.episodes,
                 self.workers,
-                lambda done, of, words: report("demonstrations", done / of, f"{done} of {of}, {words}"),
+                counted("demonstrations", report),
             )
         stand = where_all_stand(tasks, self.size)
         assemble_demos(making, tasks, self.episodes, out, summary, stand)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,12 +71,13 @@ class PolicyEval:
 
     def run(self) -> int:
         """Runs what is missing, prints and writes the rates."""
-        from simforcing.cli.show import progress
+        from simforcing.cli.show import counted, progress
         from simforcing.evaluate.measure import weights_hash
         from simforcing.policy.libero_env import choose, initial_states, suite_tasks
         from simforcing.policy.libero_results import UNUSUAL, Folder
         from simforcing.policy.libero_trials import run_trials
 
+        check_seed(self.seed, "--seed")
         protocol, tasks = self.protocol(), choose(suite_tasks(self.suite), self.tasks)
         most = min(len(initial_states(task)) for task in tasks)
         if not 1 <= self.trials <= most:
@@ -97,7 +98,7 @@ class PolicyEval:
             )
             for done, (job, outcome) in enumerate(ended, 1):
                 folder.write(job, outcome, self.videos)
-                report("trials", done / len(jobs), f"{done} of {len(jobs)}, {job.task.name} {outcome.ending}")
+                counted("trials", report)(done, len(jobs), f"{job.task.name} {outcome.ending}")
         return self._tell(folder, tasks)
 
     def protocol(self) -> Protocol:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +55,7 @@ class PolicyServe:
 
         from simforcing.policy.serve import PolicyServer
 
+        check_seed(self.seed, "--seed")
         asyncio.run(self._serve(PolicyServer(self.served(), int(self.max_mb * 1024 * 1024))))
         return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from simforcing.cli.training import TrainingOptions
-from simforcing.errors import SimForcingError
+from simforcing.errors import SimForcingError, check_seed
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,7 @@ class PolicyTrain(TrainingOptions):
         from simforcing.policy.source import Start
         from simforcing.train.encode import divided
 
+        check_seed(self.split_seed, "--split-seed")
         found, config, objective = self._configuration()
         start, compute = Start.parse(self.start), self.compute(device)
         dataset = open_checked(self.data, skip_bad=self.skip_bad, video=False)

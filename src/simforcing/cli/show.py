@@ -44,3 +44,8 @@ def _plain() -> Report:
             print(f"{stage}: {100 * share:.0f} % {words}".rstrip(), file=sys.stderr, flush=True)
 
     return report
+
+
+def counted(stage: str, report: Report) -> Callable[[int, int, str], None]:
+    """A reporter of one stage that takes how many are done, of how many, and a few words."""
+    return lambda done, of, words: report(stage, done / of, f"{done} of {of}, {words}")

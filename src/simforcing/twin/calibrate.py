@@ -105,10 +105,7 @@ def calibrate(
     """
     data = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
     times = restarts if restarts is not None else _RESTARTS if effort is None else 1
-    if times < 1:
-        raise SimForcingError(f"{times} searches: at least one is needed")
-    if fovy is not None and not 1.0 <= fovy <= 170.0:
-        raise SimForcingError(f"field of view {fovy:g} degrees: give 1 to 170")
+    _check(times, fovy)
     target, tell = Path(out), report or (lambda stage, share, words: None)
     numbers = _numbers(data, source.episodes, None if per_episode else MOST_EPISODES)
     files = [target.with_stem(f"{target.stem}_{n:06d}") for n in numbers] if per_episode else [target]
@@ -151,6 +148,13 @@ def calibrate(
     results = Results(tuple(made), tuple(skipped), reader.notes)
     write_text(report_file, json.dumps(_summary(results, data, robot, reader.key, seed, fovy), indent=2) + "\n")
     return results
+
+
+def _check(times: int, fovy: float | None) -> None:
+    if times < 1:
+        raise SimForcingError(f"{times} searches: at least one is needed")
+    if fovy is not None and not 1.0 <= fovy <= 170.0:
+        raise SimForcingError(f"field of view {fovy:g} degrees: give 1 to 170")
 
 
 def _part(tell: Report, done: int, count: int, name: str) -> Report:
