@@ -47,7 +47,7 @@ class Sizes:
     action_only_steps: int = 3000  # each costs a quarter: only the first frame is looked at
     validations: int = 10  # of each policy
     seeds: tuple[int, ...] = (0, 1)
-    trials: int = 10
+    trials: int = 20
     limit: int = 240  # steps until a trial has failed; the demonstrations take 100 to 190
     filmed: int = 1
 
