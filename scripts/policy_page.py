@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from simforcing.policy.libero_results import rate
 
 Key = tuple[str, str, int]
 """Setting, start, seed."""
-SAID = {"none": "scratch", "student": "student", "teacher": "teacher"}
+SAID = {
+    "none": "scratch",
+    "student": "student",
+    "teacher": "teacher",
+    "student-video": "student, its video expert for actions, too",
+    "student-nothing": "student, without its action expert",
+}
+COLOURS = ("#555555", "#c2410c", "#1d4ed8", "#15803d", "#a16207")
 ERROR = "val_action_error"
 
 
@@ -37,7 +44,7 @@ def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[K
 
     curves(images / "policy-curves.png", found)
     filmed = trials_picture(images / "policy-trials.png", out)
-    write_text(page, "\n".join(lines(numbers, found, filmed)) + "\n")
+    write_text(page, "\n".join(lines(numbers, keys, found, filmed)) + "\n")
 
 
 def read(out: Path, key: Key, trials: int) -> dict[str, Any] | None:
@@ -92,9 +99,12 @@ def curve(found: Mapping[Key, dict[str, Any]], setting: str, start: str) -> tupl
     return (rows[0][:, 0], np.stack([row[:, 1] for row in rows])) if rows else None
 
 
-def lines(numbers: Mapping[str, Any], found: Mapping[Key, dict[str, Any]], filmed: Sequence[str]) -> list[str]:
+def lines(
+    numbers: Mapping[str, Any], keys: Sequence[Key], found: Mapping[Key, dict[str, Any]], filmed: Sequence[str]
+) -> list[str]:
     """The page."""
-    sizes, settings, starts = numbers["sizes"], _seen(found, 0), _seen(found, 1)
+    sizes, planned = numbers["sizes"], {(setting, start) for setting, start, _ in keys}
+    rows = [(a, b) for a in _seen(keys, 0) for b in _seen(keys, 1) if (a, b) in planned]
     made = "; ".join(
         f"{name} {row['episodes']} of {row['attempts']}" for name, row in numbers["demonstrations"].items()
     )
@@ -111,16 +121,16 @@ def lines(numbers: Mapping[str, Any], found: Mapping[Key, dict[str, Any]], filme
         f"{sizes['limit']} steps. Machine: {_machine(numbers['machine'])}.",
         "",
         "Teacher and student learnt from the training demonstrations alone (the held-out ones are the same for all), "
-        "so that the policies from them saw more steps on the same data; the policies' own steps are equal.",
+        "so that the policies from them saw more steps on the same data; the policies' own steps are equal. What takes "
+        "over less of the student tells which of its experts it is: its first two seeds, action-only.",
         "",
         "## Success",
         "",
         "| setting | starts from | " + " | ".join(_tasks(found)) + " | all | minus scratch |",
         "|---|---|" + "---|" * (len(_tasks(found)) + 2),
     ]
-    for setting in settings:
-        for start in starts:
-            text += _success_row(found, setting, start)
+    for setting, start in rows:
+        text += _success_row(found, setting, start)
     text += [
         "",
         "Successes of trials, of all seeds together, with Wilson intervals at 95 %. *Minus scratch*: the difference on "
@@ -133,9 +143,8 @@ def lines(numbers: Mapping[str, Any], found: Mapping[Key, dict[str, Any]], filme
         "| setting | starts from | error at the end, by seed | steps to scratch's error at the end |",
         "|---|---|---|---|",
     ]
-    for setting in settings:
-        for start in starts:
-            text += _error_row(found, setting, start)
+    for setting, start in rows:
+        text += _error_row(found, setting, start)
     text += [
         "",
         "Mean absolute error of sampled actions in the units of the recordings (a change of 1 is 5 cm or 0.5 rad; "
@@ -180,8 +189,8 @@ def _error_row(found: Mapping[Key, dict[str, Any]], setting: str, start: str) ->
     return [f"| {setting} | {SAID[start]} | {', '.join(f'{e:.4f}' for e in errors[:, -1])} | {reached} |"]
 
 
-def _seen(found: Mapping[Key, Any], place: int) -> list[Any]:
-    return list(dict.fromkeys(key[place] for key in found))
+def _seen(keys: Iterable[Key], place: int) -> list[Any]:
+    return list(dict.fromkeys(key[place] for key in keys))
 
 
 def _tasks(found: Mapping[Key, dict[str, Any]]) -> list[str]:
@@ -202,7 +211,7 @@ def curves(file: Path, found: Mapping[Key, dict[str, Any]]) -> None:
     settings = _seen(found, 0)
     figure, axes = plt.subplots(1, len(settings), figsize=(5 * len(settings), 3.4), sharey=True, squeeze=False)
     for axis, setting in zip(axes[0], settings, strict=True):
-        for start, colour in zip(SAID, ("#555555", "#c2410c", "#1d4ed8"), strict=True):
+        for start, colour in zip(SAID, COLOURS, strict=True):
             drawn = curve(found, setting, start)
             if drawn is None:
                 continue

@@ -3,9 +3,9 @@
     python scripts/policy_study.py --out runs/policy-study --page docs/policy-results.md
 
 Demonstrations of three LIBERO tasks, their twin, teacher and student on it, then policies from scratch, from the
-teacher and from the student: the same data, steps and seeds, only the first weights differ. Each command is one of
-`simforcing`; those whose result is there are not run again, those that were ended go on. Needs `pip install -e
-'.[sim,libero]'`. `--page` alone, with everything done, only writes the page, its JSON and its pictures.
+teacher, from the student and from parts of it: the same data, steps and seeds, only the first weights differ. Each
+command is one of `simforcing`; those whose result is there are not run again, those that were ended go on. Needs `pip
+install -e '.[sim,libero]'`. `--page` alone, with everything done, only writes the page, its JSON and its pictures.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from simforcing.files import write_text
 
 SETTINGS = ("unconditional", "action-only")
 STARTS = ("none", "student", "teacher")
+PARTS = {"student-video": "video", "student-nothing": "nothing"}
+"""Starts that take over less of the student, by what `--action-from` then says: action-only, the first two seeds."""
 ROBOT = ("--robot", "panda", "--ee", "grip_site", "--camera", "image")
 
 
@@ -46,7 +48,7 @@ class Sizes:
     policy_steps: int = 1500
     action_only_steps: int = 3000  # each costs a quarter: only the first frame is looked at
     validations: int = 10  # of each policy
-    seeds: tuple[int, ...] = (0, 1)
+    seeds: tuple[int, ...] = (0, 1, 2)
     trials: int = 20
     limit: int = 240  # steps until a trial has failed; the demonstrations take 100 to 190
     filmed: int = 1
@@ -109,6 +111,9 @@ def policies(sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         for seed in sizes.seeds:
             for setting in SETTINGS:
                 yield setting, start, seed
+    for start in PARTS:
+        for seed in sizes.seeds[:2]:
+            yield "action-only", start, seed
 
 
 def rounds(out: Path, sizes: Sizes, workers: int) -> Iterator[list[Chain]]:
@@ -134,7 +139,7 @@ def rounds(out: Path, sizes: Sizes, workers: int) -> Iterator[list[Chain]]:
         (setting, start, seed): policy(out, sizes, setting, start, seed) for setting, start, seed in policies(sizes)
     }
     yield [world_models(out, sizes, recipe), *(chain for (_, start, _), chain in each.items() if start == "none")]
-    for pretrained in STARTS[1:]:
+    for pretrained in (*STARTS[1:], *PARTS):
         yield [chain for (_, start, _), chain in each.items() if start == pretrained]
 
 
@@ -154,8 +159,11 @@ def policy(out: Path, sizes: Sizes, setting: str, start: str, seed: int) -> Chai
     """Its training, a few filmed trials, then all trials."""
     name = f"{setting}-{start}-{seed}"
     run, evaluation = out / "policies" / name, out / "evaluations" / name
-    source = "none" if start == "none" else f"{start}:{out / start / 'model'}"
+    model = start.partition("-")[0]
+    source = "none" if start == "none" else f"{model}:{out / model / 'model'}"
     train = ("policy", "train", str(out / "demos"), "--setting", setting, "--from", source, "--out", str(run))
+    if start in PARTS:
+        train = (*train, "--action-from", PARTS[start])
     data = ("--latents", str(out / "windows"), "--val", str(sizes.val), "--seed", str(seed), "--threads", "1")
     steps = sizes.action_only_steps if setting == "action-only" else sizes.policy_steps
     length = ("--steps", str(steps), "--validate-every", str(steps // sizes.validations))

@@ -58,7 +58,7 @@ def test_every_command_is_one_and_needs_what_was_made_before(study: ModuleType, 
                 count += 1
             made |= there
     assert count == 6 + 2 + 3 * len(list(study.policies(sizes)))
-    assert len(list(study.policies(sizes))) == 2 * 3 * len(sizes.seeds)
+    assert len(list(study.policies(sizes))) == 2 * 3 * len(sizes.seeds) + 2 * 2
 
 
 def run(out: Path, name: str, errors: list[float], endings: dict[str, list[str]]) -> None:
@@ -87,6 +87,7 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
         run(out, f"unconditional-none-{seed}", [0.4, 0.3, 0.2], {"t-00": bad, "t-01": bad})
         run(out, f"unconditional-student-{seed}", [0.3, 0.2, 0.1], {"t-00": good, "t-01": good})
     run(out, "unconditional-teacher-0", [0.5, 0.5, 0.25], {"t-00": good[:2]})  # not all of its trials
+    run(out, "action-only-student-nothing-1", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})
     sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 4}
     target = tmp_path / "docs/policy-results.md"
     page.write_page(target, out, sizes, list(study.policies(study.Sizes())))
@@ -95,6 +96,8 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
     row = next(line for line in text.splitlines() if line.startswith("| unconditional | student | 6/8"))
     assert "**75 %** [51, 90] | +50 [" in row
     assert "| unconditional | teacher | | | not run | |" in text
+    assert "| action-only | student, without its action expert | 1/4 | 3/4 | **50 %** [22, 78] |  |" in text
+    assert "| action-only | student, its video expert for actions, too | | | not run | |" in text
     assert "| unconditional | student | 0.1000, 0.1000 | 20 of 30 |" in text
     assert "| unconditional | teacher | 0.2500 | not within 30 |" in text
     assert "t-00 5 of 6" in text and "## Trials" not in text
