@@ -48,7 +48,7 @@ RECIPES["tiny"] = replace(
 RECIPES["libero-tiny"] = replace(
     RECIPES["tiny"],
     rule=ClipRule(frames=9, stride=4, height=64, width=64),
-    text_length=32,
+    text_length=64,
     notes=(
         "World models whose teacher and student 'policy-tiny' starts from: its sizes, windows of 33 rows, its text. "
         "One camera; sizes, windows and steps are our choice.",
@@ -166,7 +166,7 @@ POLICIES: dict[str, PolicyRecipe] = {
         rule=ClipRule(frames=9, stride=4, height=64, width=64),
         codec="bundled",
         text=RECIPES["tiny"].text,
-        text_length=32,
+        text_length=64,
         text_pooling="mean",
         action_positions="frame",
         training=TrainConfig(steps=3000, batch_size=16, lr=1e-3),

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simforcing.cli.policy_train import doubt
 from simforcing.data import LeRobotWriter, open_dataset
 from simforcing.errors import SimForcingError
-from simforcing.policy.libero_check import agent_orientation, by_role, camera_roles, check_recordings
+from simforcing.policy.libero_check import agent_orientation, are_liberos, by_role, camera_roles, check_recordings
 from simforcing.policy.libero_env import AGENT, WRIST
 
 TURNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -75,7 +76,7 @@ def test_other_names() -> None:
 
 
 def recordings(out: Path, **changes: Any) -> Path:
-    given = {"turn": "mirrored", "fps": 20, "state": 8, "action": 7, "names": (AGENT, WRIST)} | changes
+    given = {"turn": "mirrored", "fps": 20, "state": 8, "action": 7, "names": (AGENT, WRIST), "gripper": 1} | changes
     with LeRobotWriter(
         out,
         fps=given["fps"],
@@ -89,13 +90,22 @@ def recordings(out: Path, **changes: Any) -> Path:
             video = np.ascontiguousarray(TURNS[given["turn"]](frames))
             state = np.zeros((len(hand), given["state"]), np.float32)
             state[:, :3] = hand
-            action = np.zeros((len(hand), given["action"]), np.float32)
+            action = np.random.default_rng(0).uniform(-1, 1, (len(hand), given["action"])).astype(np.float32)
+            action[:, 6] = np.where(np.arange(len(hand)) < 20, given["gripper"], 0)
             writer.add_episode(dict.fromkeys(given["names"], video), state, action, "pick up the milk")
     return out
 
 
 def test_recordings(tmp_path: Path) -> None:
-    assert check_recordings(open_dataset(recordings(tmp_path / "good"))) == {}
+    data = open_dataset(recordings(tmp_path / "good"))
+    assert are_liberos(data) and check_recordings(data) == {}
+
+
+def test_doubts_are_said_of_what_seems_to_be_liberos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    doubt(open_dataset(recordings(tmp_path / "slow", fps=10)))
+    assert capsys.readouterr().err == "doubtful: rate: 10 frames a second, LIBERO has 20\n"
+    doubt(open_dataset(recordings(tmp_path / "other", fps=10, names=("observation.images.top",))))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,7 @@ def test_recordings(tmp_path: Path) -> None:
         ({"fps": 10}, "rate", "10 frames a second, LIBERO has 20"),
         ({"state": 7}, "state", "state has 7 numbers, LIBERO's 8"),
         ({"action": 8}, "action", "action has 8 numbers, LIBERO's 7"),
+        ({"gripper": -1}, "action", "the gripper goes from -1 to 0, in LIBERO's recordings from 0"),
         ({"names": (AGENT,)}, "cameras", "there is only"),
         ({"names": ("observation.images.top",)}, "cameras", "none of LIBERO's"),
     ],

@@ -15,12 +15,19 @@ from simforcing.cli.policy_eval import PolicyEval, acting, open_policy
 from simforcing.cli.policy_serve import PolicyServe
 from simforcing.data.stats import Normalizer
 from simforcing.errors import SimForcingError
+from simforcing.policy import libero_env
 from simforcing.policy.libero_env import AGENT, WRIST, Seen
 from simforcing.policy.policy import Policy
 from simforcing.policy.preparation import PolicyPreparation
 
 STATS = Normalizer(np.zeros(7, np.float32), np.ones(7, np.float32))
 PREPARATION = PolicyPreparation(STATS, STATS, cameras={"observation.images.image": (256, 256), "image2": (256, 256)})
+
+
+def learnt(closed: float, opened: float, far: float = 0.5) -> PolicyPreparation:
+    """Of a policy whose gripper and motion had these ranges."""
+    low, high = (np.array([edge] * 6 + [gripper], np.float32) for edge, gripper in ((-0.5, closed), (far, opened)))
+    return replace(PREPARATION, action_stats=Normalizer(low, high))
 
 
 @dataclass
@@ -65,12 +72,40 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
         (Fake(replace(PREPARATION, cameras={"top": (8, 8)})), "camera 'top' is none of LIBERO's"),
         (Fake(action_dim=8), "its actions have 8 numbers, LIBERO's 7"),
         (Fake(proprio_dim=7), "its states have 7 numbers, LIBERO's 8"),
+        (Fake(learnt(-1.0, 1.0)), "the gripper goes from -1 to 1, in LIBERO's recordings from 0"),
+        (Fake(learnt(0.0, 1.0, 2.5)), "motion goes from -0.5 to 2.5, in LIBERO's recordings from -1 to 1"),
     ],
 )
 def test_policies_that_do_not_fit(opened: Any, policy: Fake, message: str) -> None:
     opened(policy)
     with pytest.raises(SimForcingError, match=message):
         open_policy(Path("runs/policy"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replan": 33}, "--replan 33: this policy plans 1 to 32 steps"),
+        ({"seed": 2**32 - 1, "trials": 2}, "--seed 4294967295: LIBERO's trials take whole numbers below 4294967296"),
+        ({}, "no codec in /gone"),
+    ],
+)
+def test_nothing_is_counted_where_no_trial_can_be_right(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str
+) -> None:
+    """What makes every trial fail is said before the first, and leaves no folder of failures."""
+
+    class Broken(Fake):
+        def act(self, *args: Any) -> np.ndarray:
+            raise SimForcingError("no codec in /gone")
+
+    opened(Broken())
+    monkeypatch.setattr(libero_env, "suite_tasks", lambda suite: [SimpleNamespace(instruction="pick", index=0)])
+    monkeypatch.setattr(libero_env, "initial_states", lambda task: range(50))
+    wanted: dict[str, Any] = {"suite": "libero_object", "out": tmp_path / "o", "trials": 1, **changes}
+    with pytest.raises(SimForcingError, match=message):
+        PolicyEval(checkpoint=Path("p"), device="cpu", **wanted).run()
+    assert not (tmp_path / "o").exists()
 
 
 def test_how_a_policy_is_asked(opened: Any) -> None:

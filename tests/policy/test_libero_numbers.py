@@ -11,10 +11,9 @@ from simforcing.errors import InputError
 from simforcing.policy.libero_numbers import (
     GRIPPER,
     STAY_OPEN,
-    action_window,
     axis_angle,
+    from_recording,
     proprioception,
-    to_environment,
 )
 
 NUMBER = st.floats(-1, 1).filter(lambda x: abs(x) > 1e-3)
@@ -56,28 +55,12 @@ def test_actions_for_the_environment(values: list[float]) -> None:
     low, high = np.array([-2, -1, -1, 0.5, -1, -1, 0], np.float32), np.array([1, 2, 1, 0.5, 1, 1, 1], np.float32)
     y = np.array([values], np.float32)
     stats = Normalizer(low, high)
-    found = to_environment(y, stats)
+    found = from_recording(stats.denormalize(y))
     np.testing.assert_allclose(found[0, :3], ((y[0] + 1) / 2 * (high - low) + low)[:3], atol=1e-5)
     assert found[0, 3] == pytest.approx(y[0, 3] + 0.5, abs=1e-6)
-    free = to_environment(y, stats, binarise=False)
+    free = from_recording(stats.denormalize(y), binarise=False)
     assert free[0, GRIPPER] == pytest.approx(-y[0, GRIPPER], abs=1e-6)
     assert found[0, GRIPPER] == np.sign(free[0, GRIPPER])
     if abs(y[0, GRIPPER]) > 1e-3:
         assert found[0, GRIPPER] == -np.sign(y[0, GRIPPER])
-    assert STAY_OPEN[GRIPPER] == to_environment(np.ones((1, 7), np.float32), stats)[0, GRIPPER]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 11), st.integers(1, 9))
-def test_windows(length: int, start: int, steps: int) -> None:
-    actions = np.random.default_rng(0).normal(size=(length, 7)).astype(np.float32)
-    if start >= length:
-        with pytest.raises(InputError, match=f"start = {start}"):
-            action_window(actions, start, steps)
-        return
-    window, padded = action_window(actions, start, steps)
-    inside = min(length - start, steps)
-    assert padded.tolist() == [False] * inside + [True] * (steps - inside)
-    np.testing.assert_array_equal(window[:inside], actions[start : start + inside])
-    assert not window[inside:, :GRIPPER].any()
-    assert (window[inside:, GRIPPER] == actions[-1, GRIPPER]).all()
+    assert STAY_OPEN[GRIPPER] == from_recording(np.ones((1, 7), np.float32))[0, GRIPPER]

@@ -6,6 +6,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from simforcing.cli.policy_serve import PolicyServe
 from simforcing.errors import InputError, SimForcingError
 from simforcing.policy.libero_numbers import from_recording
 from simforcing.policy.serve import Colours, PolicyServer, Served, pack, short, unpack
@@ -186,6 +188,8 @@ def test_every_error_is_answered_and_the_connection_stays(toy: Toy, running: Cal
             b"\x00garbage",
             msgpack.packb([1, 2]),
             msgpack.packb({"a": {b"__ndarray__": True}}),
+            msgpack.packb({"a": {b"__npgeneric__": True, b"data": 300, b"dtype": "|u1"}}),
+            msgpack.packb({"a": {b"__npgeneric__": True, b"data": float("inf"), b"dtype": "<i8"}}),
         ):
             client.send(garbage)
             assert isinstance(client.recv(), str)
@@ -202,6 +206,32 @@ def test_a_policy_that_answers_nonsense(toy: Toy) -> None:
     toy.answer = np.zeros((1, 4, 8), np.float32)
     with pytest.raises(SimForcingError, match="actions have 8 numbers, its description 7"):
         served(toy).answer(observation(), 0)
+
+
+def test_a_policy_that_breaks_is_told_and_the_connection_stays(
+    toy: Toy, running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(toy)).client() as client:
+        client.recv()
+        with monkeypatch.context() as broken:
+            broken.setattr(Toy, "act", lambda *args: {}["codec"])
+            client.send(pack(observation()))
+            assert client.recv() == "the policy failed (KeyError); the server's log says more"
+        client.send(pack(observation()))
+        assert unpack(client.recv())["actions"].shape == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"port": 99999}, "--port 99999: give 0 to 65535"),
+        ({"max_mb": float("nan")}, "--max-mb nan: give more than 0"),
+        ({"max_mb": float("inf")}, "--max-mb inf: give more than 0"),
+    ],
+)
+def test_options_that_no_server_can_have(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SimForcingError, match=message):
+        PolicyServe(checkpoint=Path("p"), **changes).run()
 
 
 def test_limits(toy: Toy, running: Callable[..., Running]) -> None:
@@ -274,8 +304,18 @@ def test_arrays_and_back(kind: str) -> None:
     np.testing.assert_array_equal(found["a"], array)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=200))
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=9)
+KIND = st.sampled_from(["|u1", "<i8", "<f4", "|b1", "<U3", "|O", "x"]) | PLAIN
+SHAPED = st.fixed_dictionaries({b"__ndarray__": PLAIN, b"dtype": KIND, b"shape": st.lists(PLAIN, max_size=3) | PLAIN,
+                                b"data": PLAIN})  # fmt: skip
+NUMBER = st.fixed_dictionaries({b"__npgeneric__": PLAIN, b"dtype": KIND, b"data": PLAIN})
+MESSAGE = st.dictionaries(
+    st.sampled_from(["observation/image", "observation/state", "prompt"]), SHAPED | NUMBER | PLAIN
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | MESSAGE.map(msgpack.packb))
 def test_no_garbage_raises_anything_else(data: bytes) -> None:
     try:
         served(Toy()).read(unpack(data))

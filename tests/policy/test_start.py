@@ -13,7 +13,7 @@ from simforcing.errors import InputError
 from simforcing.model.backbone import resize
 from simforcing.model.world_model import WorldModel, WorldModelConfig
 from simforcing.policy.policy import Policy, PolicyConfig
-from simforcing.policy.start import StartReport, initialised, new_policy, policy_config
+from simforcing.policy.start import StartReport, initialised, new_policy
 
 
 @pytest.fixture
@@ -119,13 +119,9 @@ def test_refused(config: PolicyConfig, world: Callable[..., WorldModel]) -> None
         initialised(config, kind="teacher")
 
 
-def test_sizes_from_a_world_model(config: PolicyConfig, world: Callable[..., WorldModel]) -> None:
-    source = world(attention="bidirectional", action_positions="frame").config
-    found = policy_config(source, "joint", horizon=8, frames=3, proprio_dim=9)
-    assert found == replace(config, variant="joint", proprio_dim=9, action_positions="frame")
-
-
 def test_report_is_stored(config: PolicyConfig, world: Callable[..., WorldModel], tmp_path: Path) -> None:
     _, report = initialised(config, source=world(), kind="student", action_from="video", where="runs/b")
     report.write(tmp_path / "start.json")
-    assert StartReport.from_dict(json.loads((tmp_path / "start.json").read_text())) == report
+    stored = json.loads((tmp_path / "start.json").read_text())
+    assert stored == report.to_dict() and (stored["source"], stored["where"]) == ("student", "runs/b")
+    assert stored["copied"] == report.copied and stored["left_out"] == report.left_out

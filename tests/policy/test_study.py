@@ -83,22 +83,24 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
         (out / name).mkdir()
         (out / name / "log.jsonl").write_text(json.dumps({"step": 7, "seconds": 1.0, "val_action_ratio": 1.5}))
     good, bad = ["success", "success", "success", "limit"], ["limit", "limit", "success", "crash"]
-    for seed in (0, 1):
+    for seed in (0, 1, 2):
         run(out, f"unconditional-none-{seed}", [0.4, 0.3, 0.2], {"t-00": bad, "t-01": bad})
         run(out, f"unconditional-student-{seed}", [0.3, 0.2, 0.1], {"t-00": good, "t-01": good})
     run(out, "unconditional-teacher-0", [0.5, 0.5, 0.25], {"t-00": good[:2]})  # not all of its trials
-    run(out, "action-only-student-nothing-1", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})
-    sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 4}
+    run(out, "action-only-student-nothing-1", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})  # one of two seeds
+    for seed in (0, 1):
+        run(out, f"action-only-student-video-{seed}", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})
+    sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 4, "tasks": ["0", "1"]}
     target = tmp_path / "docs/policy-results.md"
     page.write_page(target, out, sizes, list(study.policies(study.Sizes())))
     text = target.read_text()
-    assert "| unconditional | scratch | 2/8 | 2/8 | **25 %** [10, 49] |  |" in text
-    row = next(line for line in text.splitlines() if line.startswith("| unconditional | student | 6/8"))
-    assert "**75 %** [51, 90] | +50 [" in row
+    assert "| unconditional | scratch | 3/12 | 3/12 | **25 %** [" in text
+    row = next(line for line in text.splitlines() if line.startswith("| unconditional | student | 9/12 | 9/12"))
+    assert "**75 %** [" in row and " | +50 [" in row
     assert "| unconditional | teacher | | | not run | |" in text
-    assert "| action-only | student, without its action expert | 1/4 | 3/4 | **50 %** [22, 78] |  |" in text
-    assert "| action-only | student, its video expert for actions, too | | | not run | |" in text
-    assert "| unconditional | student | 0.1000, 0.1000 | 20 of 30 |" in text
+    assert "| action-only | student, without its action expert | | | 8 trials so far | |" in text
+    assert "| action-only | student, its video expert for actions, too | 2/8 | 6/8 | **50 %** [" in text
+    assert "| unconditional | student | 0.1000, 0.1000, 0.1000 | 20 of 30 |" in text
     assert "| unconditional | teacher | 0.2500 | not within 30 |" in text
     assert "t-00 5 of 6" in text and "## Trials" not in text
     numbers = json.loads(target.with_suffix(".json").read_text())
@@ -115,7 +117,8 @@ def test_a_folder_of_other_sizes_is_refused(study: ModuleType, tmp_path: Path) -
 
 def test_seeds_and_states_are_paired(page: ModuleType) -> None:
     endings = {"t-01": ["limit", "success"], "t-00": ["success", "limit"]}
-    found = {("a", "none", seed): {"trials": endings} for seed in (0, 1)}
-    table = page.successes(found, "a", "none")
-    np.testing.assert_array_equal(table, [[1, 0, 0, 1], [1, 0, 0, 1]])
-    assert page.successes(found, "a", "student") is None
+    keys = [("a", "none", 0), ("a", "none", 1)]
+    found = {key: {"trials": endings} for key in keys}
+    np.testing.assert_array_equal(page.successes(found, keys, 2), [[1, 0, 0, 1], [1, 0, 0, 1]])
+    assert page.successes(found, [*keys, ("a", "none", 2)], 2) is None  # a seed is not tried yet
+    assert page.successes(found, keys, 3) is None  # nor a task

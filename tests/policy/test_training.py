@@ -32,8 +32,10 @@ from simforcing.policy.preparation import PolicyPreparation, side_by_side
 from simforcing.policy.recipe import PolicyRecipe
 from simforcing.policy.source import Start
 from simforcing.policy.windows import PolicyWindows, after_end, chosen_cameras, latents_padded
-from simforcing.recipes import POLICIES, policy_recipe
+from simforcing.recipes import POLICIES, RECIPES, policy_recipe
 from simforcing.train import loop
+from simforcing.train.recipe import Recipe
+from simforcing.train.words import Words
 
 FRONT, WRIST = "observation.images.front", "observation.images.wrist"
 CAMERAS = {FRONT: (48, 64), WRIST: (32, 32)}
@@ -319,10 +321,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         ("--cameras", "observation.images.sid"): "no camera 'observation.images.sid'",
         ("--set", "objective.video_wait=1"): "did you mean 'video_weight'?",
         ("--recipe", "policy-tyni"): "did you mean 'policy-tiny'?",
+        ("--from", "teacher:/no/such/dir"): "no model at /no/such/dir",
     }
     for words, message in cases.items():
         assert message in refused(capsys, train(demos, out, *words))
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "recipe", [policy_recipe("policy-tiny"), RECIPES["libero-tiny"]], ids=["policy", "world model"]
+)
+def test_the_longest_instructions_of_libero_fit(recipe: PolicyRecipe | Recipe) -> None:
+    words = Words(recipe.text, recipe.text_length)
+    tasks = [
+        "pick up the black bowl between the plate and the ramekin and place it on the plate",
+        "pick up the black bowl in the top drawer of the wooden cabinet and place it on the plate",
+        "put the white mug on the left plate and put the yellow and white mug on the right plate",
+    ]
+    for part in words.parts(tasks):
+        words.embed(part)
 
 
 def test_other_latents_are_refused(

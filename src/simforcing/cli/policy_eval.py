@@ -14,10 +14,13 @@ from simforcing.errors import SimForcingError, check_seed
 if TYPE_CHECKING:
     import numpy as np
 
-    from simforcing.policy.libero_env import Seen
+    from simforcing.policy.libero_env import Seen, Task
     from simforcing.policy.libero_results import Folder, Rate
     from simforcing.policy.libero_trials import Act, Job, Protocol
     from simforcing.policy.policy import Policy
+
+MOST_SEEDS = 2**32
+"""LIBERO seeds NumPy's old generator, which takes no larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,13 @@ class PolicyEval:
         most = min(len(initial_states(task)) for task in tasks)
         if not 1 <= self.trials <= most:
             raise SimForcingError(f"--trials {self.trials}: these tasks have 1 to {most} initial states")
+        if self.seed + self.trials > MOST_SEEDS:
+            raise SimForcingError(f"--seed {self.seed}: LIBERO's trials take whole numbers below {MOST_SEEDS}")
         policy = open_policy(self.checkpoint, self.device)
+        if not 1 <= self.replan <= policy.config.horizon:
+            raise SimForcingError(f"--replan {self.replan}: this policy plans 1 to {policy.config.horizon} steps")
+        act = acting(policy, protocol)
+        try_out(act, protocol, tasks)
         folder = Folder(self.out, str(self.checkpoint), weights_hash(policy), protocol)
         folder.claim()
         jobs: list[Job] = []
@@ -93,9 +102,7 @@ class PolicyEval:
                     jobs.append(folder.job(task, trial, self.videos > 0))
         jobs.sort(key=lambda job: job.task.index)  # a worker keeps the world of a task
         with progress() as report:
-            ended = run_trials(
-                jobs, protocol, acting(policy, protocol), min(self.workers, len(jobs) or 1), self.patience
-            )
+            ended = run_trials(jobs, protocol, act, min(self.workers, len(jobs) or 1), self.patience)
             for done, (job, outcome) in enumerate(ended, 1):
                 folder.write(job, outcome, self.videos)
                 counted("trials", report)(done, len(jobs), f"{job.task.name} {outcome.ending}")
@@ -142,7 +149,7 @@ def open_policy(checkpoint: Path, device: str) -> Policy:
         SimForcingError: it is none, or has other cameras, states or actions.
     """
     from simforcing.model.device import pick_device
-    from simforcing.policy.libero_check import camera_roles
+    from simforcing.policy.libero_check import camera_roles, unlike_recordings
     from simforcing.policy.libero_numbers import GRIPPER
     from simforcing.policy.policy import Policy
     from simforcing.policy.preparation import PolicyPreparation
@@ -157,6 +164,9 @@ def open_policy(checkpoint: Path, device: str) -> Policy:
     ):
         if found != wanted:
             raise SimForcingError(f"{checkpoint}: its {what} have {found} numbers, LIBERO's {wanted}")
+    learnt = policy.preparation.action_stats
+    if unlike := unlike_recordings(learnt.min, learnt.max):
+        raise SimForcingError(f"{checkpoint}: learnt other actions than LIBERO's: {unlike}")
     return policy.to(pick_device(device)).eval()
 
 
@@ -176,3 +186,21 @@ def acting(policy: Policy, protocol: Protocol) -> Act:
         return policy.act(images, np.stack([one.state for one in seen]), words, list(seeds), protocol.denoising)
 
     return act
+
+
+def try_out(act: Act, protocol: Protocol, tasks: Sequence[Task]) -> None:
+    """Asks for actions once a task, of a black picture, before anything is claimed and counted.
+
+    Raises:
+        SimForcingError: the policy cannot answer: its codec or text encoder is not to be had, a picture has another
+            shape, an instruction is too long.
+    """
+    import numpy as np
+
+    from simforcing.policy.libero_check import NAMES
+    from simforcing.policy.libero_env import Seen
+
+    black = np.zeros((protocol.size, protocol.size, 3), np.uint8)
+    seen = Seen(dict.fromkeys(NAMES, black), np.zeros(8, np.float32))
+    for task in tasks:
+        act([seen], [task.instruction], [0])

@@ -56,6 +56,10 @@ class PolicyServe:
         from simforcing.policy.serve import PolicyServer
 
         check_seed(self.seed, "--seed")
+        if not 0 <= self.port <= 65535:
+            raise SimForcingError(f"--port {self.port}: give 0 to 65535")
+        if not 0 < self.max_mb < 4096:
+            raise SimForcingError(f"--max-mb {self.max_mb:g}: give more than 0 and less than 4096")
         asyncio.run(self._serve(PolicyServer(self.served(), int(self.max_mb * 1024 * 1024))))
         return 0
 

@@ -1,6 +1,7 @@
 """`simforcing policy train`: a policy from demonstrations, from scratch or from a world model."""
 
 import os
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
     import torch
 
     from simforcing.data.episode import Dataset
+    from simforcing.model.world_model import WorldModel
     from simforcing.policy.data import PolicyData
     from simforcing.policy.objective import PolicyObjective
     from simforcing.policy.policy import Policy, Variant
     from simforcing.policy.recipe import PolicyRecipe
     from simforcing.policy.source import Start
-    from simforcing.policy.start import StartReport
+    from simforcing.policy.start import Source, StartReport
     from simforcing.policy.windows import PolicyWindows
     from simforcing.train.config import TrainConfig
 
@@ -91,6 +93,7 @@ class PolicyTrain(TrainingOptions):
         found, config, objective = self._configuration()
         start, compute = Start.parse(self.start), self.compute(device)
         dataset = open_checked(self.data, skip_bad=self.skip_bad, video=False)
+        doubt(dataset)
         content = self._content(dataset, found)
         header = content.header(dataset, load_codec(found.codec))
         if self.encode_only:
@@ -99,10 +102,11 @@ class PolicyTrain(TrainingOptions):
             return 0
         split = divided(dataset, content, val=self.val, seed=self.split_seed)
         checked_split(split, self.data)
+        kind, source = start.open()  # first: of a model of the hub, there are weights to describe only then
         description = self._description(found, config, objective, start, header, split, compute)
         self._ready(dataset, content, found, device, description)
         data = PolicyData(self._latents, header, split)
-        policy, report = self._policy(found, data, start, objective)
+        policy, report = self._policy(found, data, kind, source, start.place, objective)
         return self._train(policy, report, config, objective, data, compute, device, description)
 
     def _train(
@@ -193,17 +197,22 @@ class PolicyTrain(TrainingOptions):
         return PolicyWindows(found.rule_of(len(cameras)), cameras, end, every)
 
     def _policy(
-        self, found: "PolicyRecipe", data: "PolicyData", start: "Start", objective: "PolicyObjective"
+        self,
+        found: "PolicyRecipe",
+        data: "PolicyData",
+        kind: "Source",
+        source: "WorldModel | None",
+        where: str,
+        objective: "PolicyObjective",
     ) -> tuple["Policy", "StartReport"]:
         from simforcing.policy.data import config_of
-        from simforcing.policy.settings import SETTINGS, train
+        from simforcing.policy.settings import prepare
         from simforcing.policy.start import initialised
 
         preparation = data.preparation(found)
         config = config_of(found, preparation, int(data.header["codec"]["channels"]), self._variant)
-        kind, source = start.open()
-        policy, report = initialised(config, preparation, source, kind, self.action_from, self.seed, start.place)
-        train(policy, SETTINGS[self.setting].train_video, objective)
+        policy, report = initialised(config, preparation, source, kind, self.action_from, self.seed, where)
+        prepare(policy, self.setting, objective)
         return policy, report
 
     def _description(
@@ -286,3 +295,12 @@ class PolicyTrain(TrainingOptions):
             )
         for position, reason in made.left_out:
             print(f"skipped episode {position}: {reason}")
+
+
+def doubt(dataset: "Dataset") -> None:
+    """Says in what recordings that seem to be LIBERO's are not as its evaluation will show things."""
+    from simforcing.policy.libero_check import are_liberos, check_recordings
+
+    if are_liberos(dataset):
+        for what, wrong in check_recordings(dataset).items():
+            print(f"doubtful: {what}: {wrong}", file=sys.stderr)

@@ -180,18 +180,22 @@ def fingerprint(teacher: str) -> str:
     """Which weights a run starts from, wherever they lie: sha256 of `model.safetensors`, 16 digits.
 
     Raises:
-        SimForcingError: there is no such file.
+        SimForcingError: there is no such file; one of the hub must have been downloaded.
     """
     import hashlib
 
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     from simforcing.model.world_model import bundled_teacher
 
     root = bundled_teacher() if teacher == TEACHER else Path(teacher)
     name = "model.safetensors"
-    file = root / name if root.is_dir() else try_to_load_from_cache(teacher, name)
-    if not isinstance(file, (str, Path)):
-        raise SimForcingError(f"{teacher}: no {name} there")
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    try:
+        file = root / name if root.is_dir() else try_to_load_from_cache(teacher, name)
+        if not isinstance(file, (str, Path)):
+            raise SimForcingError(f"{teacher}: no {name} there")
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    except (HFValidationError, OSError):
+        raise SimForcingError(f"{teacher}: no {name} there") from None

@@ -67,6 +67,28 @@ def camera_roles(cameras: Sequence[str]) -> dict[str, str]:
     return roles
 
 
+def are_liberos(dataset: Dataset) -> bool:
+    """Whether a dataset looks like recordings of LIBERO: both of its cameras, by name, and its numbers of an action."""
+    try:
+        roles = camera_roles(dataset.cameras)
+    except SimForcingError:
+        return False
+    return set(roles.values()) == set(NAMES) and len(dataset) > 0 and dataset[0].action.shape[1] == GRIPPER + 1
+
+
+def unlike_recordings(low: Float[Array, "7"], high: Float[Array, "7"]) -> str:
+    """In what actions between these numbers differ from recorded ones; empty where they do not."""
+    motion, slack = (low[:GRIPPER].min(), high[:GRIPPER].max()), 0.05
+    if motion[0] < -1 - slack or motion[1] > 1 + slack:
+        return f"motion goes from {motion[0]:.3g} to {motion[1]:.3g}, in LIBERO's recordings from -1 to 1"
+    if low[GRIPPER] < -slack or high[GRIPPER] > 1 + slack:
+        return (
+            f"the gripper goes from {low[GRIPPER]:.3g} to {high[GRIPPER]:.3g}, in LIBERO's recordings from 0 (closed) "
+            "to 1 (open)"
+        )
+    return ""
+
+
 def check_recordings(dataset: Dataset, episodes: int = 4) -> dict[str, str]:
     """What is wrong with recordings of LIBERO, by what: `cameras`, `rate`, `state`, `action`, `orientation`; else {}.
 
@@ -86,6 +108,10 @@ def check_recordings(dataset: Dataset, episodes: int = 4) -> dict[str, str]:
         widths = {getattr(episode, name).shape[1] for episode in first}
         if widths != {width}:
             found[name] = f"{name} has {', '.join(map(str, sorted(widths)))} numbers, LIBERO's {width}"
+    if "action" not in found:
+        action = np.concatenate([episode.action for episode in first])
+        if unlike := unlike_recordings(action.min(0), action.max(0)):
+            found["action"] = unlike
     agent = next((key for key, role in roles.items() if role == AGENT), None)
     if agent is not None and "state" not in found:
         try:

@@ -10,9 +10,8 @@ In the recordings a gripper of 1 is open and 0 closed; LIBERO's environment take
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Float, Float32
 
-from simforcing.data.stats import Normalizer
 from simforcing.errors import InputError, check_shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,19 +56,11 @@ def proprioception(
     return state
 
 
-def to_environment(
-    normalised: Float32[Array, "*A 7"], stats: Normalizer, binarise: bool = True
-) -> Float32[Array, "*A 7"]:
-    """What the environment is given for normalised actions; nothing is clipped, its controller limits them.
+def from_recording(recorded: Float[Array, "*A 7"], binarise: bool = True) -> Float32[Array, "*A 7"]:
+    """What the environment is given for actions as they are recorded; nothing is clipped, its controller limits them.
 
     binarise: the gripper becomes -1 or +1 (0 if it is exactly half open, which moves it neither way).
     """
-    check_shape("normalised", normalised, [*normalised.shape[:-1], GRIPPER + 1])
-    return from_recording(stats.denormalize(normalised), binarise)
-
-
-def from_recording(recorded: Float[Array, "*A 7"], binarise: bool = True) -> Float32[Array, "*A 7"]:
-    """What the environment is given for actions as they are recorded; `binarise` as in `to_environment`."""
     check_shape("recorded", recorded, [*recorded.shape[:-1], GRIPPER + 1])
     action = recorded.astype(np.float32)
     gripper = -(2 * action[..., GRIPPER] - 1)
@@ -83,20 +74,3 @@ def to_recording(action: Float[Array, "*A 7"]) -> Float32[Array, "*A 7"]:
     recorded = action.astype(np.float32)
     recorded[..., GRIPPER] = (1 - recorded[..., GRIPPER]) / 2
     return recorded
-
-
-def action_window(
-    actions: Float[Array, "N 7"], start: int, steps: int
-) -> tuple[Float32[Array, "A 7"], Bool[Array, " A"]]:
-    """Recorded actions from a step on, and which of them lie beyond the end: they move nothing, the gripper stays.
-
-    Raises:
-        InputError: `start` is not a step of the recording.
-    """
-    if not 0 <= start < len(actions):
-        raise InputError(f"start = {start}: the recording has steps 0 to {len(actions) - 1}")
-    index = np.arange(start, start + steps)
-    padded = index >= len(actions)
-    window = actions[np.minimum(index, len(actions) - 1)].astype(np.float32)
-    window[padded, :GRIPPER] = 0
-    return window, padded

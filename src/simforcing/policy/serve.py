@@ -12,6 +12,7 @@ websocket protocol's own code. `/healthz` answers while a policy thinks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from simforcing.data.episode import nearest
 from simforcing.errors import InputError, SimForcingError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+LOG = logging.getLogger(__name__)
 IMAGES = "observation.images."
 KINDS = "biuf"
 """Kinds of NumPy types that a message may hold: truth values and real numbers."""
@@ -205,7 +207,7 @@ def unpack(data: bytes) -> Any:
         return msgpack.unpackb(data, object_hook=decoded)
     except InputError:
         raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise InputError(
             f"the message is no msgpack ({' '.join(str(error).split()) or type(error).__name__})"
         ) from error
@@ -293,6 +295,9 @@ class PolicyServer:
             actions = await loop.run_in_executor(self._thinking, self.served.answer, message, seed)
         except SimForcingError as error:
             return " ".join(str(error).split())
+        except Exception as error:  # such as a device without memory: this client is told, the others are served
+            LOG.exception("the policy failed")
+            return f"the policy failed ({type(error).__name__}); the server's log says more"
         now = time.monotonic()
         timing = {"infer_ms": 1000 * (now - begun)}
         if before is not None:

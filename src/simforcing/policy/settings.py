@@ -53,15 +53,16 @@ def check_variant(name: SettingName, variant: Variant) -> Setting:
     return setting
 
 
-def prepare(policy: Policy, name: SettingName) -> PolicyObjective:
-    """Sets what is trained in this setting, and gives its objective.
+def prepare(policy: Policy, name: SettingName, objective: PolicyObjective | None = None) -> PolicyObjective:
+    """Sets what is trained in this setting, and gives its objective, or the one given.
 
     Raises:
         SimForcingError: the setting is not one of this variant.
     """
     setting = check_variant(name, policy.config.variant)
-    train(policy, setting.train_video, setting.objective)
-    return setting.objective
+    chosen = setting.objective if objective is None else objective
+    train(policy, setting.train_video, chosen)
+    return chosen
 
 
 def train(policy: Policy, video: bool, objective: PolicyObjective) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from simforcing.model.backbone import resize
 from simforcing.model.experts import ExpertConfig
 from simforcing.model.preparation import Preparation
 from simforcing.model.world_model import WorldModel, WorldModelConfig, load_strictly
-from simforcing.policy.policy import Policy, PolicyConfig, Variant
+from simforcing.policy.policy import Policy, PolicyConfig
 
 Source = Literal["nothing", "base", "teacher", "student", "baseline"]
 ActionFrom = Literal["source", "video", "nothing"]
@@ -61,32 +61,9 @@ class StartReport:
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`."""
-        resized = {name: (source, tuple(a), tuple(b)) for name, (source, a, b) in plain["resized"].items()}
-        return cls(**{**plain, "resized": resized, "notes": tuple(plain["notes"])})
-
     def write(self, path: Path) -> None:
         """Stores it beside a run, as JSON; replaces what is there."""
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
-
-
-def policy_config(
-    source: WorldModelConfig,
-    variant: Variant = "first-frame",
-    horizon: int = 32,
-    frames: int = 3,
-    action: ExpertConfig | None = None,
-    action_dim: int | None = None,
-    proprio_dim: int | None = None,
-) -> PolicyConfig:
-    """A policy with the sizes of a world model, save for what is given. Its video is first-frame-causal in any case."""
-    inherited = {f.name: getattr(source, f.name) for f in fields(WorldModelConfig)}
-    given = {"action": action, "action_dim": action_dim, "proprio_dim": proprio_dim}
-    inherited |= {name: value for name, value in given.items() if value is not None}
-    inherited |= {"sim_condition": False, "attention": "first_frame_causal"}
-    return PolicyConfig(**inherited, variant=variant, horizon=horizon, frames=frames)
 
 
 def new_policy(config: PolicyConfig, preparation: Preparation | None = None, seed: int = 0) -> Policy:
