@@ -122,3 +122,17 @@ def test_seeds_and_states_are_paired(page: ModuleType) -> None:
     np.testing.assert_array_equal(page.successes(found, keys, 2), [[1, 0, 0, 1], [1, 0, 0, 1]])
     assert page.successes(found, [*keys, ("a", "none", 2)], 2) is None  # a seed is not tried yet
     assert page.successes(found, keys, 3) is None  # nor a task
+
+
+def test_the_committed_page_says_its_numbers(page: ModuleType, study: ModuleType) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    written, numbers = (docs / "policy-results.md").read_text(), json.loads((docs / "policy-results.json").read_text())
+    keys = list(study.policies(study.Sizes(**numbers["sizes"])))
+    found = {key: numbers["policies"]["-".join(map(str, key))] for key in keys}
+    assert written.split("## Trials")[0].rstrip() == "\n".join(page.lines(numbers, keys, found, []))
+    assert numbers["sizes"] == json.loads(json.dumps(study.asdict(study.Sizes())))  # of the defaults, as it says
+    solved = {row.split("|")[2].strip(): row for row in written.splitlines() if row.startswith("| unconditional | s")}
+    readme = " ".join((docs.parent / "README.md").read_text().split())
+    for start in ("student", "scratch"):
+        rate = solved[start].split("|")[6].replace("*", "").strip()
+        assert rate in readme, f"{rate} of {start}"
