@@ -31,7 +31,7 @@ def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[K
     found = {key: record for key in keys if (record := read(out, key, int(sizes["trials"]))) is not None}
     numbers = {
         "sizes": dict(sizes),
-        "machine": describe_machine(),
+        "machine": describe_machine() | {"torch_threads": 1},  # what every part was run with
         "code": code_version(),
         "demonstrations": demonstrations(out),
         "world models": {name: last_validation(out / name) for name in ("teacher", "student")},
@@ -225,7 +225,7 @@ def curves(file: Path, found: Mapping[Key, dict[str, Any]]) -> None:
             axis.plot(steps, errors.mean(0), color=colour, linewidth=2, label=f"from {SAID[start]}")
         axis.set(title=setting, xlabel="training steps", yscale="log")
         axis.grid(alpha=0.3, which="both")
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, fontsize=7)
     axes[0][0].set_ylabel("error of sampled actions")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
