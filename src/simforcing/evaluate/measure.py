@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from simforcing.predict.predictor import Predictor, Start
 from simforcing.predict.sampler import Guidance, SamplerConfig, Solver
 
 Control = Literal["", "copy", "codec", "exchanged-actions", "other-simulation", "corrupted-simulation"]
-CONTROLS: tuple[str, ...] = get_args(Control)
 CORRUPTED = (0.7, 0.2)
 """Keep and noise of a simulation corrupted on purpose: z' = keep z + (1 - keep) noise e, in the middle of what training
 draws from (see `ObjectiveConfig`)."""
