@@ -9,13 +9,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 
 from simforcing.errors import SimForcingError
 from simforcing.model.preparation import Preparation
 from simforcing.model.stored import check_fields
-from simforcing.model.world_model import WorldModel, WorldModelConfig, bundled_teacher, load_model, open_model
+from simforcing.model.world_model import WorldModel, WorldModelConfig, load_model, located
 
-DESCRIPTION = json.loads((bundled_teacher() / "config.json").read_text())
+DESCRIPTION = json.loads((located("bundled-teacher") / "config.json").read_text())
 
 
 def fields(value: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -54,10 +55,24 @@ def test_what_ships_passes_the_check() -> None:
     [(("model",), 3), (("model", "video", "dim"), "a"), (("model", "video", "num_layers"), 99), (("preparation",), [])],
 )
 def test_the_file_is_named(path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
-    model = shutil.copytree(bundled_teacher(), tmp_path / "model")
+    model = shutil.copytree(located("bundled-teacher"), tmp_path / "model")
     (model / "config.json").write_text(json.dumps(changed(path, value)))
     with pytest.raises(SimForcingError, match=r"config\.json"):
         load_model(model, WorldModel)
+
+
+@pytest.mark.parametrize(("name", "same"), [("bundled", True), ("bundled-teacher", True), ("bundled-student", False)])
+def test_what_ships_is_opened_by_name(name: str, same: bool) -> None:
+    model = WorldModel.from_pretrained(name)
+    teacher = WorldModel.from_pretrained(located("bundled-teacher"))
+    assert model.config.sim_condition != same
+    assert torch.equal(next(model.parameters()), next(teacher.parameters())) == same
+
+
+def test_other_names_are_paths(tmp_path: Path) -> None:
+    assert located(tmp_path) == tmp_path and located("me/model") == Path("me/model")
+    with pytest.raises(SimForcingError, match=r"no model at bundled-baseline"):
+        WorldModel.from_pretrained("bundled-baseline")
 
 
 def test_uploading_hands_the_whole_directory_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +87,7 @@ def test_uploading_hands_the_whole_directory_to_the_hub(monkeypatch: pytest.Monk
             return f"hub/{repo_id}"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert open_model("bundled-teacher").push_to_hub("me/model", private=True) == "hub/me/model"
+    assert WorldModel.from_pretrained("bundled-teacher").push_to_hub("me/model", private=True) == "hub/me/model"
     assert seen == {"made": ("me/model", True, True), "files": ["config.json", "model.safetensors", "stats.json"]}
 
 
@@ -83,4 +98,4 @@ def test_a_hub_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     with pytest.raises(SimForcingError, match=r"me/model: not uploaded to the hub \(no token log in\)"):
-        open_model("bundled-teacher").push_to_hub("me/model")
+        WorldModel.from_pretrained("bundled-teacher").push_to_hub("me/model")

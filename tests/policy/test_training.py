@@ -271,7 +271,7 @@ def test_names_of_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert Start.parse("none") == Start("nothing", "")
     assert Start.parse("base:models/wan") == Start("base", "models/wan")
     assert Start.parse("runs/a/model") == Start(None, "runs/a/model")
-    assert Start.parse("bundled") == Start.parse("bundled-teacher")
+    assert Start.parse("bundled").kind == Start.parse("bundled-teacher").kind == "teacher"
     assert Start.parse("bundled-student").open()[0] == "student"
     with pytest.raises(SimForcingError, match="--from base:DIR"):
         Start.parse("base")

@@ -29,7 +29,7 @@ from simforcing.evaluate.report import (
 from simforcing.evaluate.statistics import Difference, Interval, bootstrap_columns
 from simforcing.evaluate.study import ROWS, SOURCES, Choice, Models, Study, source_name, student_name
 from simforcing.files import write_text
-from simforcing.model.world_model import WorldModel, bundled_teacher, open_model
+from simforcing.model.world_model import WorldModel
 from simforcing.predict.predictor import Predictor
 from simforcing.recipes import recipe
 
@@ -98,8 +98,7 @@ def examine(models: Models, val: EvaluationClips, test: EvaluationClips, seed: i
 
 
 def _models(demo: "Demo") -> Models:
-    teacher_path = bundled_teacher() if demo.teacher == "bundled" else Path(demo.teacher_model)
-    teacher = Predictor(WorldModel.from_pretrained(teacher_path))
+    teacher = Predictor(WorldModel.from_pretrained(demo.teacher_model))
     trained = {
         name: Predictor(WorldModel.from_pretrained(demo.out / name / "model"), teacher.codec)
         for name in ("student", "scratch", "finetuned")
@@ -110,7 +109,7 @@ def _models(demo: "Demo") -> Models:
 def _add_shipped(models: Models, val: EvaluationClips, test: Study, tell: Any) -> str | None:
     """The student that ships, trained longer, if this installation has one; its setting is chosen on validation too."""
     try:
-        shipped = Predictor(open_model("bundled-student"), models.student.codec)
+        shipped = Predictor(WorldModel.from_pretrained("bundled-student"), models.student.codec)
     except SimForcingError:
         return None
     longer = Models(models.teacher, shipped, models.scratch, models.finetuned)

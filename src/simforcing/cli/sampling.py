@@ -61,10 +61,10 @@ class Sampling:
     def open(self, source: str | Path) -> "WorldModel":
         """The model of this name, on the device."""
         from simforcing.model.device import pick_device
-        from simforcing.model.world_model import open_model
+        from simforcing.model.world_model import WorldModel
 
         _ = self.guidance  # refused before anything is loaded
-        return open_model(source).to(pick_device(self.device))
+        return WorldModel.from_pretrained(source).to(pick_device(self.device))
 
     @property
     def source(self) -> str:

@@ -30,7 +30,7 @@ from simforcing.evaluate.perceptual import Perceptual
 from simforcing.evaluate.sweep import Bench, is_blind
 from simforcing.files import partial_path, write_text
 from simforcing.model.codec import Codec
-from simforcing.model.world_model import WorldModel, bundled_teacher
+from simforcing.model.world_model import WorldModel
 from simforcing.predict.predictor import Predictor
 from simforcing.recipes import recipe
 from simforcing.train.presets import PRESETS
@@ -136,7 +136,7 @@ class Worker:
     def _calibrate(self) -> Speed:
         """Times the kinds of training in turns, and one batch of rollouts."""
         found = recipe(RECIPE)
-        teacher = WorldModel.from_pretrained(bundled_teacher())
+        teacher = WorldModel.from_pretrained("bundled-teacher")
         assert teacher.preparation is not None
         pairs, simulated = (
             Data(self._latents(name), self._latents(name) / "split.json", found) for name in ("main", "augmented")
@@ -166,11 +166,11 @@ class Worker:
     @cached_property
     def codec(self) -> Codec:
         """One for all models."""
-        return Predictor(WorldModel.from_pretrained(bundled_teacher())).codec
+        return Predictor(WorldModel.from_pretrained("bundled-teacher")).codec
 
     def _predictor(self, model: str) -> Predictor:
         """A model by its directory below OUT, or the bundled teacher."""
-        source = bundled_teacher() if model == "bundled" else self.out / model
+        source = model if model == "bundled" else self.out / model
         return Predictor(WorldModel.from_pretrained(source), self.codec)
 
     def _clips(self, world: str, part: str, per_episode: int = 1) -> EvaluationClips:

@@ -128,10 +128,10 @@ class SweepOptions(NetworkOptions):
 
     def _open(self, source: str, dataset: "Dataset") -> "Predictor":
         from simforcing.model.device import pick_device
-        from simforcing.model.world_model import open_model
+        from simforcing.model.world_model import WorldModel
         from simforcing.predict.predictor import Predictor
 
-        predictor = Predictor(open_model(source).to(pick_device(self.device)))
+        predictor = Predictor(WorldModel.from_pretrained(source).to(pick_device(self.device)))
         check_dataset(predictor, dataset, source)
         return predictor
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from simforcing.train.recipe import Recipe
     from simforcing.train.roles import Data, Objective
 
-TEACHER = "bundled"
-
 
 @dataclass(frozen=True)
 class Train(TrainingOptions):
@@ -127,13 +125,13 @@ class Train(TrainingOptions):
         return overridden(found, self.role, settings)
 
     def _start(self) -> "WorldModel | None":
-        from simforcing.model.world_model import WorldModel, bundled_teacher
+        from simforcing.model.world_model import WorldModel
 
         if self.role == "student" and self.teacher is None:
             raise SimForcingError("a student needs --teacher: a model directory, or 'bundled'")
         if self.teacher is None:
             return None
-        return WorldModel.from_pretrained(bundled_teacher() if self.teacher == TEACHER else self.teacher)
+        return WorldModel.from_pretrained(self.teacher)
 
     def _model(
         self, found: "Recipe", data: "Data", start: "WorldModel | None", compute: "torch.dtype"
@@ -187,9 +185,9 @@ def fingerprint(teacher: str) -> str:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    from simforcing.model.world_model import bundled_teacher
+    from simforcing.model.world_model import located
 
-    root = bundled_teacher() if teacher == TEACHER else Path(teacher)
+    root = located(teacher)
     name = "model.safetensors"
     try:
         file = root / name if root.is_dir() else try_to_load_from_cache(teacher, name)

@@ -294,13 +294,15 @@ class WorldModel(Unit):
     def from_pretrained(
         cls, source: str | Path, revision: str | None = None, dtype: torch.dtype | None = torch.float32
     ) -> Self:
-        """Loads a directory, or a repository of the hub, strictly. dtype None keeps the weights as they are stored.
+        """Loads a model that ships (see `located`), a directory, or a repository of the hub, strictly. dtype None keeps
+        the weights as they are stored.
 
         Raises:
             SimForcingError: there is no model at `source`, or it does not fit.
         """
-        if Path(source).is_dir():
-            return load_model(Path(source), cls, dtype)
+        directory = located(source)
+        if directory.is_dir():
+            return load_model(directory, cls, dtype)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -410,19 +412,18 @@ def load_strictly(model: nn.Module, state: dict[str, Tensor], source: str) -> No
     model.load_state_dict(state, assign=any(p.is_meta for p in model.parameters()))
 
 
-def _asset(name: str) -> Path:
+def located(source: str | Path) -> Path:
+    """The directory of a model that ships, by its name: `bundled-teacher` (in short `bundled`) or `bundled-student`;
+    any other source as it is.
+
+    Raises:
+        SimForcingError: this installation does not ship it.
+    """
+    names = {"bundled": "teacher", "bundled-teacher": "teacher", "bundled-student": "student"}
+    name = names.get(str(source))
+    if name is None:
+        return Path(source)
     path = Path(str(files("simforcing") / "assets" / name))
     if not path.is_dir():
-        raise SimForcingError(f"this installation does not ship {name}; give a model directory")
+        raise SimForcingError(f"this installation does not ship {source}; give a model directory")
     return path
-
-
-def bundled_teacher() -> Path:
-    """Directory of the teacher that ships with the package."""
-    return _asset("teacher")
-
-
-def open_model(source: str | Path) -> WorldModel:
-    """`bundled-teacher`, `bundled-student`, a directory or a repository of the hub."""
-    names = {"bundled-teacher": "teacher", "bundled-student": "student"}
-    return WorldModel.from_pretrained(_asset(names[str(source)]) if str(source) in names else source)

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import get_args
 
 from simforcing.errors import SimForcingError
-from simforcing.model.world_model import WorldModel, bundled_teacher
+from simforcing.model.world_model import WorldModel, located
 from simforcing.policy.start import Source
 
 NOTHING = "none"
-_BUNDLED = {"bundled": "teacher", "bundled-teacher": "teacher", "bundled-student": "student"}
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,8 @@ class Start:
         """
         if text == NOTHING:
             return cls("nothing", "")
-        if text in _BUNDLED:
-            name = _BUNDLED[text]
-            return cls("teacher" if name == "teacher" else "student", str(bundled_teacher().with_name(name)))
+        if located(text) != Path(text):
+            return cls("student" if text == "bundled-student" else "teacher", text)
         kinds = [kind for kind in get_args(Source) if kind != "nothing"]
         kind, _, place = text.partition(":")
         if kind in kinds:
