@@ -29,7 +29,7 @@ class Train(TrainingOptions):
 
     Example:
       simforcing train student --data runs/latents --teacher runs/teacher/model --out runs/student
-      torchrun --nproc-per-node 8 -m simforcing.cli.main train student --data runs/latents ...
+      torchrun --nproc-per-node 8 -m simforcing.cli.main train baseline --data runs/latents --out runs/b
     """
 
     role: Annotated[Literal["teacher", "student", "baseline"], tyro.conf.Positional]
