@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 
 import pytest
 import tyro
@@ -25,7 +26,7 @@ def in_blocks(text: str) -> Iterator[str]:
             if said := re.match(r'\$ (\w+)="(.*)"$', line):
                 values[said[1]] = said[2]
             else:
-                yield re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), line.removeprefix("$ "))
+                yield Template(line.removeprefix("$ ")).safe_substitute(values)
 
 
 def in_text(text: str) -> Iterator[str]:
