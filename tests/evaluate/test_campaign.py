@@ -65,9 +65,7 @@ def test_the_study_has_the_baselines_the_sweeps_and_three_seeds() -> None:
     sizes = Sizes()
     found = units(sizes)
     trained = Counter(u.task.method for u in found if isinstance(u.task, plan.Training))
-    main = [name for name, method in METHODS.items() if not method.aside]
-    assert {name: trained[name] for name in main} == dict.fromkeys(main, 3)
-    assert set(trained) == set(METHODS) and {trained[n] for n in set(METHODS) - set(main)} == {2}
+    assert trained == dict.fromkeys(METHODS, 3)
     assert len(plan.sweep_plan(sizes, "guidance").settings) == 16
     assert len(plan.sweep_plan(sizes, "steps").settings) == 64
     cells = [u.task.cell for u in found if isinstance(u.task, plan.SweepCell)]
@@ -83,7 +81,7 @@ def test_methods_name_presets_data_and_teachers_that_there_are() -> None:
         role = preset(method.preset, "teacher" if "teacher-" in name else _role(method.preset), taught).role
         assert (role == "teacher") == (method.data in ("augmented", "plain"))
         assert method.teacher in ("", "bundled") or METHODS[method.teacher].preset == "teacher"
-    assert set(plan.MEASURED) <= set(METHODS)
+    assert {*plan.MEASURED, *plan.TUNED} <= set(METHODS)
     assert {way for ways in plan.MEASURED.values() for way in ways} <= set(WAYS)
     for full, plain in REGIMES.values():
         assert (METHODS[full].data, METHODS[full].times) == (METHODS[plain].data, METHODS[plain].times)

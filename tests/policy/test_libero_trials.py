@@ -80,10 +80,13 @@ def test_noise_seeds() -> None:
             replace(PROTOCOL, **{name: value})
 
 
+TOYS = ("easy", "broken", "dead", "nowhere", "hard")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_trials_beside_each_other(make: Any, workers: int) -> None:
     """Every trial ends as it does alone, whatever becomes of its neighbours."""
-    jobs = [Job(task(w, i), t, None) for i, w in enumerate(("easy", "broken", "dead", "hard")) for t in range(2)]
+    jobs = [Job(task(w, i), t, None) for i, w in enumerate(TOYS) for t in range(2)]
     act = Recorder()
     found = {(j.task.instruction, j.trial): o for j, o in run_trials(jobs, PROTOCOL, act, workers, make=make)}
     endings = {key: (outcome.ending, outcome.steps) for key, outcome in found.items()}
@@ -94,10 +97,13 @@ def test_trials_beside_each_other(make: Any, workers: int) -> None:
         ("broken", 1): ("crash", 0),
         ("dead", 0): ("crash", 0),
         ("dead", 1): ("crash", 0),
+        ("nowhere", 0): ("crash", 0),
+        ("nowhere", 1): ("crash", 0),
         ("hard", 0): ("limit", 12),
         ("hard", 1): ("limit", 12),
     }
     assert found["broken", 0].error == "ValueError: a joint is lost"
+    assert "the robot's state holds NaN" in found["nowhere", 1].error
     assert found["dead", 1].error == "the simulation's process ended with code 3"
     assert found["hard", 0].fingerprint == {"simulator": "toy 1", "task": "hash of hard"}
     assert all(len(words) == 1 for _, words, _ in act.asked)

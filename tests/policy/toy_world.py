@@ -6,10 +6,11 @@ import time
 import numpy as np
 
 from simforcing.policy.libero_env import AGENT, WRIST, Seen, Task
+from simforcing.policy.libero_numbers import proprioception
 
 
 class ToyWorld:
-    """`easy` is solved after 5 + trial steps; `hard` never; `dead`, `stuck` and `broken` end badly at step 4."""
+    """`easy` is solved after 5 + trial steps, `hard` never; the others end badly at step 4."""
 
     def __init__(self, task: Task, size: int) -> None:
         self.task, self.size = task, size
@@ -33,7 +34,10 @@ class ToyWorld:
 
     def look(self) -> Seen:
         picture = np.full((self.size, self.size, 3), self.steps, np.uint8)
-        return Seen({AGENT: picture, WRIST: picture}, np.full(8, self.trial, np.float32))
+        nowhere = self.task.instruction == "nowhere" and self.steps >= 4
+        place = np.full(3, np.nan if nowhere else self.trial, np.float64)
+        state = proprioception(place, np.array([0.0, 0.0, 0.0, 1.0]), np.full(2, self.trial, np.float64))
+        return Seen({AGENT: picture, WRIST: picture}, state)
 
     def fingerprint(self) -> dict[str, str]:
         return {"simulator": "toy 1", "task": f"hash of {self.task.instruction}"}

@@ -19,6 +19,7 @@ from simforcing.cli.encode import Encode
 from simforcing.cli.train import Train
 from simforcing.data import open_dataset
 from simforcing.data.windows import load_split, save_split, split_source
+from simforcing.errors import SimForcingError
 from simforcing.evaluate import metrics
 from simforcing.evaluate.campaign import plan
 from simforcing.evaluate.campaign.plan import CHOSEN, METHODS, PAPER, WAYS, Sampling, Sizes, Source, Unit
@@ -240,7 +241,7 @@ class Worker:
         plain: list[tuple[Source, Way]] = [
             ("student", replace(plan.PLAIN, real_steps=n)) for n in self.sizes.tried_steps
         ]
-        if METHODS[method].preset != "full":
+        if METHODS[method].preset not in ("full", "no-distillation"):
             return plain
         sources: tuple[Source, ...] = ("student", "teacher")
         return plain + [
@@ -263,8 +264,9 @@ class Worker:
                 split_sha256=split_hash(self._latents("many") / "split.json"),
             )
         bench = self._benches[task.sweep]
-        if task.cell.setting.retention == 0:
-            assert is_blind(bench.open_model(task.cell.checkpoint).model), "trained with p = 0, yet it sees simulation"
+        name, blind = bench.names[task.cell.checkpoint], task.cell.setting.retention == 0
+        if blind and not is_blind(bench.open_model(task.cell.checkpoint).model):
+            raise SimForcingError(f"{name} was trained with p = 0, yet it sees simulation")
         bench.run(task.cell, self.out / "sweeps" / task.sweep)
 
 

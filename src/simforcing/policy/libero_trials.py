@@ -145,13 +145,14 @@ def serve_trials(pipe: Any, protocol: Protocol, make: Make) -> None:
             if environment is None or task != job.task:
                 if environment is not None:
                     environment.close()
-                environment, task = make(job.task, protocol.size), job.task
+                try:
+                    environment, task = make(job.task, protocol.size), job.task
+                except SimForcingError as error:
+                    pipe.send(_Unusable(str(error)))
+                    return
             pipe.send(_told(pipe, environment, job, protocol))
     except (EOFError, BrokenPipeError):
         pass  # nobody is left to ask
-    except SimForcingError as error:
-        with suppress(OSError):
-            pipe.send(_Unusable(str(error)))
     except BaseException as error:
         with suppress(OSError):
             pipe.send(_Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]))
@@ -171,7 +172,7 @@ class _Failed(NamedTuple):
 
 
 class _Unusable(NamedTuple):
-    """No trial can be done: there is no renderer, or no such initial state."""
+    """No trial can be done: there is no renderer, or no such task."""
 
     error: str
 
@@ -196,7 +197,9 @@ def _told(pipe: Any, environment: Environment, job: Job, protocol: Protocol) -> 
 
 
 class _Film:
-    """What all cameras see, side by side, written as it comes, under a temporary name; a picture costs many steps."""
+    """What all cameras see, side by side, written as it comes, under a temporary name; a picture costs many steps, so
+    that only some are taken, and the last.
+    """
 
     def __init__(self, path: Path, environment: Environment) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,8 +210,10 @@ class _Film:
 
     def show(self) -> None:
         self._calls += 1
-        if self._calls % FILM_EVERY != 1:
-            return
+        if self._calls % FILM_EVERY == 1:
+            self._write()
+
+    def _write(self) -> None:
         frame = np.concatenate(list(self._environment.look().images.values()), axis=1)
         if self._file is None:
             height, width = frame.shape[:2]
@@ -216,6 +221,8 @@ class _Film:
         self._file.write(frame[None])
 
     def close(self) -> Path:
+        if self._calls % FILM_EVERY != 1:
+            self._write()
         assert self._file is not None
         self._file.close()
         return self.path

@@ -207,8 +207,8 @@ def _about(found: Findings, command: str) -> str:
     s = found.sizes
     ended = f" **The study has not ended: {found.left} units are missing.**" if found.left else ""
     return (
-        f"Written by `{command}`. Bundled world, {s.seeds} training seeds ({s.side_seeds} of what surrounds the main "
-        f"comparison, {s.sweep_seeds} of the sweep of steps), {s.test * s.per_episode} held-out clips of {s.test} "
+        f"Written by `{command}`. Bundled world, {s.seeds} training seeds ({s.sweep_seeds} of the sweep of "
+        f"steps), {s.test * s.per_episode} held-out clips of {s.test} "
         f"episodes (sweeps: one clip of each), predicted frames only; trainings of {s.steps} steps on {s.main} paired "
         "episodes, from the teacher that ships. The 'real' camera is a rendered stand-in, models have 3 M parameters "
         f"and clips 13 frames of 64 x 64 pixels: what is decided here is decided at this scale.{ended}"

@@ -26,13 +26,12 @@ RETENTIONS = {0.0: "no-conditioning", 0.3: "p0.3", 0.7: "full", 1.0: "p1"}
 class Sizes:
     """How much of everything.
 
-    side_seeds: of other numbers of episodes, the exact twin and other teachers; sweep_seeds: of the sweep of steps.
-    steps: of a training at equal steps. few, main, many: real episodes to train on. simulated: episodes for a teacher
-    of the study. per_episode: clips of each test episode; sweeps and choices take one.
+    sweep_seeds: of the sweep of steps. steps: of a training at equal steps. few, main, many: real episodes to train
+    on. simulated: episodes for a teacher of the study. per_episode: clips of each test episode; sweeps and choices
+    take one.
     """
 
     seeds: int = 3
-    side_seeds: int = 2
     sweep_seeds: int = 2
     steps: int = 240
     teacher_steps: int = 400
@@ -54,7 +53,7 @@ class Sizes:
     def small(cls) -> "Sizes":
         """Everything once, in under two minutes; its numbers mean nothing."""
         return cls(
-            seeds=1, side_seeds=1, sweep_seeds=1, steps=2, teacher_steps=2, few=2, main=3, many=4, val=2, test=2,
+            seeds=1, sweep_seeds=1, steps=2, teacher_steps=2, few=2, main=3, many=4, val=2, test=2,
             per_episode=1, simulated=4, sim_steps=(1, 5), real_steps=(1, 10, 20), tried_steps=(1,), repeats=1, turns=1,
         )  # fmt: skip
 
@@ -112,6 +111,10 @@ METHODS: dict[str, Method] = {
     "real-only-few-long": Method(
         "real only, few episodes, three times the steps, equal time", "real-only", "few", equal="time", times=3
     ),
+    "no-distillation-few-long": Method(
+        "no distillation, few episodes, three times the steps", "no-distillation", "few", times=3
+    ),
+    "joint-few-long": Method("joint, few episodes, three times the steps", "joint", "few", times=3),
     "full-many": Method("full method, many episodes", "full", "many"),
     "real-only-many": Method("real only, many episodes, equal time", "real-only", "many", equal="time"),
     "full-exact": Method("full method, exact twin", "full", "exact"),
@@ -125,6 +128,8 @@ REGIMES = {
     "exact": ("full-exact", "real-only-exact"),
 }
 """Pairs that are compared at settings chosen on validation clips, each for itself."""
+TUNED = (*(name for pair in REGIMES.values() for name in pair), "no-distillation-few-long", "joint-few-long")
+"""Methods that are measured at such settings."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,7 @@ def units(sizes: Sizes) -> list[Unit]:
         found += _of_seed(seed, aside=False)
     for sweep in SWEEPS:
         found += _cells(sizes, sweep)
-    for seed in range(min(sizes.side_seeds, sizes.seeds)):
+    for seed in range(sizes.seeds):
         found += _of_seed(seed, aside=True)
     return found
 
@@ -325,7 +330,7 @@ def _measurements(method: str, seed: int) -> Iterator[Unit]:
     for way in MEASURED.get(method, ()):
         task = Measurement(method, way, seed)
         yield Unit(task, result_file(task), (model_of(method, seed), data_file("many")))
-    if any(method in pair for pair in REGIMES.values()):
+    if method in TUNED:
         chosen, task = choice_file(method, seed), Measurement(method, CHOSEN, seed)
         yield Unit(Choice(method, seed), chosen, (model_of(method, seed),))
         yield Unit(task, result_file(task), (chosen,))
