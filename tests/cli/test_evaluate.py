@@ -61,6 +61,20 @@ def test_without_guidance_nothing_is_simulated(held_out_pairs, tmp_path: Path) -
     assert [f.name for f in tmp_path.iterdir()] == ["plain.json"]
 
 
+def test_a_model_without_simulation_needs_w_0(
+    held_out_pairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = ("--data", str(held_out_pairs.data), "--split", str(held_out_pairs.split))
+    words = ("evaluate", "bundled-teacher", *pairs, "--out", str(tmp_path / "t.json"), *FEW, "--no-videos")
+    assert main([*words]) == 2
+    assert "this model sees no simulation, so it has no guidance weight; use -w 0" in capsys.readouterr().err
+    assert main([*words, "-w", "0", "--no-sensitivity"]) == 0
+    assert Result.load(tmp_path / "t.json").protocol.guidance == 0.0
+    start = ("predict", "bundled-teacher", *pairs[:2], "--episode", "0", "-o", str(tmp_path / "t.mp4"))
+    assert main([*start]) == 2 and "use -w 0" in capsys.readouterr().err
+    assert main([*start, "-w", "0", "--real-steps", "1"]) == 0
+
+
 slow = pytest.mark.slow
 CONTROLS = ["copy", "codec", "other-simulation"]
 CONTROLS += [pytest.param(name, marks=slow) for name in ("exchanged-actions", "corrupted-simulation")]

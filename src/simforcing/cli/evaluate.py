@@ -100,13 +100,6 @@ class Evaluate(NetworkOptions, Sampling):
         folder = self.out.with_suffix(".videos")
         check_targets(self.out, *([folder] if self.videos else []))
         self.find_networks()
-        predictor, dataset = Predictor(self.open(self.checkpoint)), open_dataset(self.data)
-        check_dataset(predictor, dataset, self.checkpoint)
-        rule = predictor.preparation.rule
-        clips = evaluation_clips(dataset, rule, held_out(dataset, self.split, self.part), self.per_episode)
-        if clips.short:
-            print(clips.left_out)
-        rollouts = Rollouts(predictor, clips, self.simulator(predictor, dataset))
         way = Way(
             self.w,
             self.sim_steps,
@@ -117,6 +110,13 @@ class Evaluate(NetworkOptions, Sampling):
             self.guided_noise,
             self.solver,
         )
+        predictor, dataset = Predictor(self.open(self.checkpoint, guided=way.samples)), open_dataset(self.data)
+        check_dataset(predictor, dataset, self.checkpoint)
+        rule = predictor.preparation.rule
+        clips = evaluation_clips(dataset, rule, held_out(dataset, self.split, self.part), self.per_episode)
+        if clips.short:
+            print(clips.left_out)
+        rollouts = Rollouts(predictor, clips, self.simulator(predictor, dataset))
         changes = Wanted().changes if self.sensitivity else ("other",)
         wanted = Wanted(self.perceptual(predictor), changes=changes)
         with progress() as report:
@@ -146,7 +146,7 @@ class Evaluate(NetworkOptions, Sampling):
             return None
         if self.sim_model is None or self.w == 0:
             return predictor
-        other = Predictor(self.open(self.sim_model), predictor.codec)
+        other = Predictor(self.open(self.sim_model, guided=False), predictor.codec)
         check_dataset(other, dataset, self.sim_model)
         return other
 

@@ -58,13 +58,20 @@ class Sampling:
 
         return Guidance(self.w, self.guidance_kind, noise=self.guided_noise)
 
-    def open(self, source: str | Path) -> "WorldModel":
-        """The model of this name, on the device."""
+    def open(self, source: str | Path, guided: bool = True) -> "WorldModel":
+        """The model of this name, on the device. guided: it is to follow simulation, unless w is 0.
+
+        Raises:
+            SimForcingError: there is none, or it cannot follow any.
+        """
         from simforcing.model.device import pick_device
         from simforcing.model.world_model import WorldModel
 
         _ = self.guidance  # refused before anything is loaded
-        return WorldModel.from_pretrained(source).to(pick_device(self.device))
+        model = WorldModel.from_pretrained(source)
+        if guided and self.w != 0 and not model.config.sim_condition:
+            raise SimForcingError(f"{source}: this model sees no simulation, so it has no guidance weight; use -w 0")
+        return model.to(pick_device(self.device))
 
     @property
     def source(self) -> str:
@@ -89,7 +96,7 @@ class Sampling:
             return predictor.encode(rendered)
         if self.sim_model is None:
             return predictor.simulation(begin, self.sim_steps)
-        other = Predictor(self.open(self.sim_model), predictor.codec)
+        other = Predictor(self.open(self.sim_model, guided=False), predictor.codec)
         _same_convention(other, predictor.preparation.action.to_dict(), self.sim_model, "the model to predict with")
         return other.simulation(begin, self.sim_steps)
 
