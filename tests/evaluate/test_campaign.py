@@ -171,7 +171,12 @@ def test_differences_are_measured_over_clips_and_seeds() -> None:
     judged = Claim("", (Contrast("a", "b"),)).judged(measured)
     assert judged.outcome == "holds" and abs(judged.found[0]["mean"] - 0.5) < 0.15
     assert judged.found[0]["high"] - judged.found[0]["low"] < 1  # clips that differ by 3 dB are compared pairwise
-    assert set(judged.shown[0]) == {"psnr_moving", "ssim"}
+    assert set(judged.shown[0]) == {"psnr_moving", "ssim", "arm_track"}
+    assert judged.p[0] < 0.05 and not judged.small
+    assert judged.to_dict()["tests"][0]["p"] == judged.p[0]
+    assert Claim("", (Contrast("a", "c"),)).judged(measured).small  # 0.02 dB apart
+    assert not Claim("", (Contrast("a", "c", "same"),)).judged(measured).small
+    assert math.isnan(Claim("", (Contrast("a", "missing"),)).judged(measured).p[0])
     assert Claim("", (Contrast("b", "a"),)).judged(measured).outcome == "does not hold"
     assert Claim("", (Contrast("a", "c"),)).judged(measured).outcome == "not decided"
     assert Claim("", (Contrast("a", "missing"),)).judged(measured).outcome == "not measured"

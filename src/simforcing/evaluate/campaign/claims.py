@@ -25,7 +25,7 @@ from jaxtyping import Float64
 
 from simforcing.evaluate.metrics import METRICS
 from simforcing.evaluate.results import Result
-from simforcing.evaluate.statistics import Interval, difference_over_seeds, over_seeds
+from simforcing.evaluate.statistics import Interval, difference_over_seeds, over_seeds, paired_test
 
 Wanted: TypeAlias = Literal["more", "less", "same", "no less"]
 Outcome: TypeAlias = Literal["holds", "does not hold", "not decided", "not measured"]
@@ -34,7 +34,7 @@ Measured: TypeAlias = Mapping[str, Sequence[Result]]
 
 MARGIN = {"psnr": 0.1, "psnr_moving": 0.1, "ssim": 0.005}
 """Differences that do not count, where a claim says that two settings are alike."""
-SHOWN = ("psnr", "psnr_moving", "ssim")
+SHOWN = ("psnr", "psnr_moving", "ssim", "arm_track")
 """Metrics of which every comparison is shown, whichever one decides."""
 NOTHING = Interval(mean=math.nan, low=math.nan, high=math.nan, clips=0, missing=0)
 
@@ -79,6 +79,12 @@ class Contrast:
     def once(self, measured: Measured) -> bool:
         """Whether one of both was trained but once, so that nothing is known of how trainings differ."""
         return min(len(measured.get(name, ())) for name in (self.a, self.b)) < 2
+
+    def p(self, measured: Measured) -> float:
+        """Of "a and b are the same": `paired_test` of whole episodes on the means over seeds; nan where it has none."""
+        one, two = measured.get(self.a, ()), measured.get(self.b, ())
+        a, b = (table(results, self.metric) if results else None for results in (one, two))
+        return math.nan if a is None or b is None else paired_test(a.mean(0), b.mean(0), clusters=one[0].episodes)
 
     def difference(self, measured: Measured, metric: str | None = None) -> Interval:
         """a - b in a metric (default the test's own); nan where one of them lacks it."""
@@ -171,7 +177,8 @@ class Claim:
         shown = [
             {key: t.difference(measured, key) for key in SHOWN if key != t.metric and t.metric in SHOWN} for t in tests
         ]
-        return Judged(self, tests, found, shown, outcomes, together(outcomes) if tests else self.settled)
+        p = [t.p(measured) for t in tests]
+        return Judged(self, tests, found, shown, p, outcomes, together(outcomes) if tests else self.settled)
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
@@ -185,21 +192,32 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim, its tests with their differences (in the deciding metric, and in others), and what it amounts to."""
+    """A claim, its tests with their differences (in the deciding metric, and in others), and what it amounts to.
+
+    p: of each test, see `Contrast.p`.
+    """
 
     claim: Claim
     tests: Sequence[Contrast]
     found: Sequence[Interval]
     shown: Sequence[Mapping[str, Interval]]
+    p: Sequence[float]
     outcomes: Sequence[Outcome]
     outcome: Outcome
+
+    @property
+    def small(self) -> bool:
+        """Whether every test asks which is better, and the answer is a difference that elsewhere would not count."""
+        asked = [t.wanted in ("more", "less") and t.metric in MARGIN for t in self.tests]
+        sizes = [abs(d["mean"]) < MARGIN.get(t.metric, 0.0) for t, d in zip(self.tests, self.found, strict=True)]
+        return bool(asked) and all(asked) and all(sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         tests = [
-            {"a": t.a, "b": t.b, "wanted": t.wanted, "metric": t.metric, "paired": t.paired, "difference": d,
+            {"a": t.a, "b": t.b, "wanted": t.wanted, "metric": t.metric, "paired": t.paired, "difference": d, "p": p,
              "also": dict(also), "outcome": o}
-            for t, d, also, o in zip(self.tests, self.found, self.shown, self.outcomes, strict=True)
+            for t, d, also, p, o in zip(self.tests, self.found, self.shown, self.p, self.outcomes, strict=True)
         ]  # fmt: skip
         return {"says": self.claim.says, "paper": self.claim.paper, "outcome": self.outcome, "tests": tests}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from simforcing.evaluate.sweep import cell_file
 from simforcing.files import write_text
 
 FORMAT = "simforcing-study-1"
-COLUMNS = ("psnr", "psnr_moving", "ssim", "sharpness", "frechet_codec")
+COLUMNS = ("psnr", "psnr_moving", "ssim", "arm_track", "temporal_error", "sharpness", "frechet_codec")
 FREE = ("machine", "code")
 """Fields of a protocol in which the parts of a study may differ: it may go on elsewhere, and later."""
 RULE = (
@@ -33,7 +34,11 @@ RULE = (
     "both sample the same models): *better* holds above 0 and does not hold below 0; *alike* holds within the margin "
     "(0.1 dB) and does not hold beyond it on one side; *no worse* holds above minus the margin and does not hold below "
     "it; all else is not decided. A claim with several tests holds where all hold, and does not hold where one does "
-    "not. A distance between sets is compared by its range over seeds. What was trained once decides nothing. "
+    "not; *by less than the margin*: by less than 0.1 dB (SSIM 0.005), which is decided but small. That a setting is "
+    "the best of a sweep is tested against the one with the highest mean of all others. Of arm track and temporal "
+    "error less is better. A distance between sets is compared by its range over seeds. What was trained once decides "
+    "nothing. p: two-sided, signs of whole episodes' differences flipped, on means over seeds; it knows nothing of how "
+    "trainings differ, the intervals do. "
     "Intervals over two or three seeds are still too narrow, and nothing is corrected for the number of tests: one "
     "that nearly touches its boundary is weak evidence."
 )
@@ -100,12 +105,17 @@ def _add_sweep(measured: dict[str, list[Result]], out: Path, sizes: Sizes, sweep
 
 def _check_alike(measured: Mapping[str, Sequence[Result]]) -> None:
     """Refuses to compare what was not measured alike: results of one world, and cells of a sweep, among themselves."""
+    for protocols in _groups(measured).values():
+        check_same(protocols, {*METHOD, "guidance_kind", *FREE})
+
+
+def _groups(measured: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Protocol]]:
+    """Protocols by result, of each world and each sweep."""
     groups: dict[str, dict[str, Protocol]] = {}
     for name, results in measured.items():
         group = name.split()[0] if "@" not in name else "exact" if "-exact@" in name else "pairs"
         groups.setdefault(group, {}).update({f"{name} ({seed})": r.protocol for seed, r in enumerate(results)})
-    for protocols in groups.values():
-        check_same(protocols, {*METHOD, "guidance_kind", "networks", "metrics", *FREE})
+    return groups
 
 
 def _last(log: Path) -> int:
@@ -138,7 +148,9 @@ def write(out: Path, sizes: Sizes, target: Path, command: str) -> None:
         "speed": asdict(found.speed),
         "seconds": round(found.seconds),
         "units_left": found.left,
-        "protocol": _protocol(found),
+        "protocols": {group: next(iter(p.values())).to_dict() for group, p in _groups(found.measured).items()},
+        "code": _codes(found),
+        "unavailable": _unavailable(found),
     }
     text = json.dumps(_plain(stored), indent=1, allow_nan=False) + "\n"
     write_text(target.with_suffix(".json"), text)
@@ -172,9 +184,14 @@ def rows(found: Findings) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _protocol(found: Findings) -> dict[str, Any] | None:
-    first = next((r for results in found.measured.values() for r in results if not r.protocol.control), None)
-    return None if first is None else first.protocol.to_dict()
+def _codes(found: Findings) -> dict[str, int]:
+    """How many results each version of the code measured, most first."""
+    return dict(Counter(r.protocol.code for results in found.measured.values() for r in results).most_common())
+
+
+def _unavailable(found: Findings) -> list[str]:
+    """Metrics whose networks were not to be had."""
+    return sorted({key for results in found.measured.values() for result in results for key in result.unavailable})
 
 
 def page(found: Findings, judged: Mapping[str, Sequence[Judged]], command: str) -> str:
@@ -229,7 +246,10 @@ def _verdicts(judged: Sequence[Judged], with_paper: bool) -> str:
     lines = []
     for j in judged:
         evidence = "<br>".join(_evidence(j, i) for i in range(len(j.tests))) or j.claim.why
-        lines.append([j.claim.says, *([j.claim.paper] if with_paper else []), evidence, SIGNS[j.outcome]])
+        verdict = SIGNS[j.outcome]
+        if j.small and j.outcome in ("holds", "does not hold"):
+            verdict += ", by less than the margin"
+        lines.append([j.claim.says, *([j.claim.paper] if with_paper else []), evidence, verdict])
     return _table(head, lines)
 
 
@@ -240,9 +260,10 @@ def _evidence(j: Judged, i: int) -> str:
         return f"{pair}: not measured"
     if test.metric == "latency":
         return f"{pair}: {with_interval(_times(difference, 100), 0)} % less time"
+    p = "" if math.isnan(j.p[i]) else f", p = {j.p[i]:.2g}"
     also = "; ".join(f"{METRICS[k].label} {signed(d, METRICS[k].digits)}" for k, d in j.shown[i].items())
     metric = METRICS[test.metric]
-    main = f"{label_of(test.metric)} {signed(difference, metric.digits, metric.unit)}"
+    main = f"{label_of(test.metric)} {signed(difference, metric.digits, metric.unit)}{p}"
     return f"{pair}, {_WANTED[test.wanted]}: {main}" + (f" ({also})" if also else "")
 
 
@@ -311,21 +332,39 @@ def _chosen(found: Findings) -> str:
 
 
 def _how(found: Findings, command: str) -> str:
-    protocol = _protocol(found) or {}
-    machine = protocol.get("machine", {})
-    s, speed = found.sizes, found.speed
+    first = next((r.protocol for results in found.measured.values() for r in results), None)
+    machine = first.machine if first else {}
+    codes = "; ".join(f"{code} ({count} results)" for code, count in _codes(found).items())
+    s, speed, lacking = found.sizes, found.speed, _unavailable(found)
     lines = [
         f"- `{command}`, {found.seconds / 60:.0f} minutes of work on one thread each; machine: "
         f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} threads, torch {machine.get('torch', '?')}; "
-        f"code {protocol.get('code', 'unknown')}.",
+        f"code {codes or 'unknown'}.",
         f"- Equal time: a step of the full method takes {speed.ratio:.2f} steps of real-only training (seconds of the "
         f"processor, median over turns, measured once), so {speed.equal_time(s.steps)} steps against {s.steps}.",
         f"- Few, main and many are {s.few}, {s.main} and {s.many} real episodes; the exact twin has no lag, gain "
         "error, bias or camera error. Sweeps are measured on the test clips and choose nothing.",
-        "- Latencies are of single clips on one thread, while another process worked beside.",
-        "- FVD, FID and LPIPS need networks that do not ship; where they are missing they are left out.",
+        "- Latencies are of single clips on one thread, while another process worked beside" + _spread(found) + ".",
+        *(
+            [f"- Not measured, for want of their networks: {', '.join(METRICS[k].label for k in lacking)}."]
+            if lacking
+            else []
+        ),
     ]
     return "\n".join(lines)
+
+
+def _spread(found: Findings) -> str:
+    """How far checkpoints of one setting differ, which should take equally long."""
+    pairs = [r for name, r in found.measured.items() if name.startswith("steps ") and len(r) > 1 and r[0] is not r[1]]
+    totals = [[sum(float(np.median(s)) for s in r.latency.values()) for r in results] for results in pairs]
+    ratios = [max(t) / min(t) for t in totals if min(t) > 0]
+    if not ratios:
+        return ""
+    return (
+        f": two checkpoints of one setting, which do the same work, differ by {np.median(ratios):.2f} times in the "
+        f"median and up to {max(ratios):.1f} times, so that they are rough"
+    )
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
