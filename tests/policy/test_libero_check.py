@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simforcing.cli.policy_train import doubt
+from simforcing.cli.policy_train import PolicyTrain, doubt
 from simforcing.data import LeRobotWriter, open_dataset
 from simforcing.errors import SimForcingError
 from simforcing.policy.libero_check import agent_orientation, are_liberos, by_role, camera_roles, check_recordings
 from simforcing.policy.libero_env import AGENT, WRIST
+from simforcing.recipes import POLICIES
 
 TURNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "as seen": lambda v: v,
@@ -99,6 +100,17 @@ def recordings(out: Path, **changes: Any) -> Path:
 def test_recordings(tmp_path: Path) -> None:
     data = open_dataset(recordings(tmp_path / "good"))
     assert are_liberos(data) and check_recordings(data) == {}
+
+
+def test_the_agent_view_is_on_the_left_and_actions_are_changes(tmp_path: Path) -> None:
+    """Whatever a public set says first, and though nothing is declared of its actions."""
+    data = open_dataset(recordings(tmp_path / "turned", names=(WRIST, AGENT)))
+    assert list(data.cameras) == [WRIST, AGENT] and data.action_convention.kind == "absolute"
+    found = PolicyTrain(tmp_path / "turned", out=tmp_path / "x")._content(data, POLICIES["policy-tiny"])
+    assert (found.cameras, found.after_end) == ((AGENT, WRIST), "still")
+    one = PolicyTrain(tmp_path / "turned", out=tmp_path / "x", cameras=(WRIST,), after_end="last")
+    found = one._content(data, POLICIES["policy-tiny"])
+    assert (found.cameras, found.after_end) == ((WRIST,), "last")
 
 
 def test_doubts_are_said_of_what_seems_to_be_liberos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,8 +169,14 @@ BAD = {
     "no prompt": ({"prompt": None}, "lacks prompt"),
     "empty prompt": ({"prompt": "  "}, "give the instruction as text"),
     "number as prompt": ({"prompt": 3}, "prompt is 3"),
+    "book as prompt": ({"prompt": "pick " * 500}, "prompt has 2500 characters; give at most 2000"),
     "seed": ({"seed": -1}, "seed is -1"),
+    "seed of numpy": ({"seed": np.int64(-2)}, "seed is -2"),
 }
+
+
+def test_a_seed_of_numpy_is_one(toy: Toy) -> None:
+    assert served(toy).read(observation(seed=np.int64(5)))[3] == 5
 
 
 def test_every_error_is_answered_and_the_connection_stays(toy: Toy, running: Callable[..., Running]) -> None:
@@ -302,6 +308,31 @@ def test_arrays_and_back(kind: str) -> None:
     found = unpack(pack({"a": array, "b": array[0, 1]}))
     assert found["a"].dtype == array.dtype and found["b"] == array[0, 1]
     np.testing.assert_array_equal(found["a"], array)
+
+
+ASKED = (
+    "84b16f62736572766174696f6e2f696d61676584c40b5f5f6e6461727261795f5fc3c40464617461c40c000102030405060708090a0bc4"
+    "056474797065a37c7531c405736861706593020203b16f62736572766174696f6e2f737461746584c40b5f5f6e6461727261795f5fc3c4"
+    "0464617461c410000000000000e03f000000000000f0bfc4056474797065a33c6638c40573686170659102a670726f6d7074a47069636b"
+    "a47365656483c40d5f5f6e7067656e657269635f5fc3c4046461746107c4056474797065a33c6938"
+)
+"""What openpi-client 0.1.2 makes of an observation with a picture of 0 to 11, state (0.5, -1), and seed np.int64(7)."""
+ANSWERED = (
+    "82a7616374696f6e7384c40b5f5f6e6461727261795f5fc3c4056474797065a33c6634c4057368617065920102c40464617461c4080000"
+    "803f0000003fad7365727665725f74696d696e6781a8696e6665725f6d73cb3ff8000000000000"
+)
+"""What it reads as actions ((1, 0.5)) of float32 and a timing of 1.5 ms."""
+
+
+def test_messages_are_those_of_openpis_client() -> None:
+    """Bytes that its own functions made or read, so that a mistake in both of ours is seen."""
+    found = unpack(bytes.fromhex(ASKED))
+    assert list(found) == ["observation/image", "observation/state", "prompt", "seed"]
+    np.testing.assert_array_equal(found["observation/image"], np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
+    np.testing.assert_array_equal(found["observation/state"], np.array([0.5, -1.0]))
+    assert found["prompt"] == "pick" and found["seed"] == 7
+    answer = {"actions": np.array([[1.0, 0.5]], np.float32), "server_timing": {"infer_ms": 1.5}}
+    assert pack(answer) == bytes.fromhex(ANSWERED)
 
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=9)

@@ -58,7 +58,10 @@ def test_every_command_is_one_and_needs_what_was_made_before(study: ModuleType, 
                 count += 1
             made |= there
     assert count == 6 + 2 + 3 * len(list(study.policies(sizes)))
-    assert len(list(study.policies(sizes))) == 2 * 3 * len(sizes.seeds) + 2 * 2
+    assert len(list(study.policies(sizes))) == 2 * 3 * len(sizes.seeds) + 2 * len(sizes.seeds)
+
+
+MADE_BY: dict[str, Any] = {"policy_sha256": "w", "protocol_sha256": "p", "fingerprint": {"mujoco": "3"}}
 
 
 def run(out: Path, name: str, errors: list[float], endings: dict[str, list[str]]) -> None:
@@ -71,10 +74,14 @@ def run(out: Path, name: str, errors: list[float], endings: dict[str, list[str]]
         folder = out / "evaluations" / name / "trials" / task
         folder.mkdir(parents=True)
         for trial, ending in enumerate(ended):
-            (folder / f"{trial:03d}.json").write_text(json.dumps({"ending": ending}))
+            record = {"trial": trial, "ending": ending, "suite": "t", "task": int(task[-2:]), **MADE_BY}
+            (folder / f"{trial:03d}.json").write_text(json.dumps(record))
 
 
-def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture
+def out(page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A study's folder without policies; the weights of any are known as `w`."""
+    monkeypatch.setattr(page, "policy_hash", lambda model: "w")
     out = tmp_path / "run"
     (out / "demos/meta").mkdir(parents=True)
     expert = {"t-00": {"episodes": 5, "attempts": 6}}
@@ -82,13 +89,18 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
     for name in ("teacher", "student"):
         (out / name).mkdir()
         (out / name / "log.jsonl").write_text(json.dumps({"step": 7, "seconds": 1.0, "val_action_ratio": 1.5}))
+    return out
+
+
+def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, out: Path, tmp_path: Path) -> None:
     good, bad = ["success", "success", "success", "limit"], ["limit", "limit", "success", "crash"]
     for seed in (0, 1, 2):
         run(out, f"unconditional-none-{seed}", [0.4, 0.3, 0.2], {"t-00": bad, "t-01": bad})
         run(out, f"unconditional-student-{seed}", [0.3, 0.2, 0.1], {"t-00": good, "t-01": good})
     run(out, "unconditional-teacher-0", [0.5, 0.5, 0.25], {"t-00": good[:2]})  # not all of its trials
-    run(out, "action-only-student-nothing-1", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})  # one of two seeds
-    for seed in (0, 1):
+    run(out, "action-only-student-nothing-1", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})  # one of the seeds
+    for seed in (0, 1, 2):
+        run(out, f"action-only-student-{seed}", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": bad})
         run(out, f"action-only-student-video-{seed}", [0.3, 0.3, 0.3], {"t-00": bad, "t-01": good})
     sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 4, "tasks": ["0", "1"]}
     target = tmp_path / "docs/policy-results.md"
@@ -96,16 +108,39 @@ def test_the_page_says_what_was_measured(page: ModuleType, study: ModuleType, tm
     text = target.read_text()
     assert "| unconditional | scratch | 3/12 | 3/12 | **25 %** [" in text
     row = next(line for line in text.splitlines() if line.startswith("| unconditional | student | 9/12 | 9/12"))
-    assert "**75 %** [" in row and " | +50 [" in row
-    assert "| unconditional | teacher | | | not run | |" in text
-    assert "| action-only | student, without its action expert | | | 8 trials so far | |" in text
-    assert "| action-only | student, its video expert for actions, too | 2/8 | 6/8 | **50 %** [" in text
+    assert "**75 %** [" in row and " | +50 [" in row and row.endswith("] |  |")
+    assert "| unconditional | teacher | | | not run | | |" in text
+    assert "| action-only | student, without its action expert | | | 8 trials so far | | |" in text
+    row = next(
+        line for line in text.splitlines() if "| student, its video expert for actions, too | 3/12 | 9/12" in line
+    )
+    assert "**50 %** [" in row and "] |  | +25 [" in row  # no scratch of this setting; 25 points above the student
     assert "| unconditional | student | 0.1000, 0.1000, 0.1000 | 20 of 30 |" in text
     assert "| unconditional | teacher | 0.2500 | not within 30 |" in text
     assert "t-00 5 of 6" in text and "## Trials" not in text
     numbers = json.loads(target.with_suffix(".json").read_text())
     assert numbers["world models"]["student"]["val_action_ratio"] == 1.5
     assert (tmp_path / "docs/images/policy-curves.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("made_by", "said"),
+    [
+        ({"policy_sha256": "v"}, "of other weights than the policy has"),
+        ({"protocol_sha256": "q"}, "of another protocol than"),
+        ({"fingerprint": {"mujoco": "2"}}, "simulated by different means"),
+    ],
+)
+def test_trials_of_something_else_are_not_averaged(
+    made_by: dict[str, Any], said: str, page: ModuleType, study: ModuleType, out: Path, tmp_path: Path
+) -> None:
+    for seed in (0, 1):
+        run(out, f"unconditional-none-{seed}", [0.4], {"t-00": ["success"] * 3, "t-01": ["limit"] * 3})
+    file = out / "evaluations/unconditional-none-1/trials/t-01/002.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **made_by}))
+    sizes: dict[str, Any] = {**study.asdict(study.Sizes()), "trials": 3, "tasks": ["0", "1"]}
+    with pytest.raises(SimForcingError, match=said):
+        page.write_page(tmp_path / "docs/p.md", out, sizes, list(study.policies(study.Sizes())))
 
 
 def test_a_folder_of_other_sizes_is_refused(study: ModuleType, tmp_path: Path) -> None:

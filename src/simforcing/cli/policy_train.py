@@ -56,7 +56,8 @@ class PolicyTrain(TrainingOptions):
     """What the action expert starts as: the source's, its video expert resized, or nothing; default source, of a base
     video model video."""
     cameras: tuple[str, ...] = ()
-    """Cameras that it looks at, from left to right; default all, where there are one or two."""
+    """Cameras that it looks at, from left to right; default all, where there are one or two (of LIBERO the agent view
+    is on the left)."""
     latents: Path | None = None
     """Where encoded pictures are, or are to be; default OUT/latents."""
     encode_only: bool = False
@@ -189,10 +190,13 @@ class PolicyTrain(TrainingOptions):
         return found, changed["training"], changed["objective"]
 
     def _content(self, dataset: "Dataset", found: "PolicyRecipe") -> "PolicyWindows":
+        from simforcing.policy.libero_check import are_liberos, left_to_right
         from simforcing.policy.windows import PolicyWindows, after_end, chosen_cameras
 
-        cameras = chosen_cameras(dataset, self.cameras)
-        end = self.after_end or found.after_end or after_end(dataset.action_convention)
+        cameras, end = chosen_cameras(dataset, self.cameras), after_end(dataset.action_convention)
+        if are_liberos(dataset):  # of public ones nothing is declared: their actions are changes
+            cameras, end = tuple(self.cameras) or left_to_right(cameras), "still"
+        end = self.after_end or found.after_end or end
         every = found.window_every if self.every is None else self.every
         return PolicyWindows(found.rule_of(len(cameras)), cameras, end, every)
 

@@ -67,6 +67,12 @@ def camera_roles(cameras: Sequence[str]) -> dict[str, str]:
     return roles
 
 
+def left_to_right(cameras: Sequence[str]) -> tuple[str, ...]:
+    """LIBERO's cameras, the agent view first, as its policies see them."""
+    roles, order = camera_roles(cameras), list(NAMES)
+    return tuple(sorted(cameras, key=lambda key: order.index(roles[key])))
+
+
 def are_liberos(dataset: Dataset) -> bool:
     """Whether a dataset looks like recordings of LIBERO: both of its cameras, by name, and its numbers of an action."""
     try:
@@ -92,7 +98,8 @@ def unlike_recordings(low: Float[Array, "7"], high: Float[Array, "7"]) -> str:
 def check_recordings(dataset: Dataset, episodes: int = 4) -> dict[str, str]:
     """What is wrong with recordings of LIBERO, by what: `cameras`, `rate`, `state`, `action`, `orientation`; else {}.
 
-    Pictures must be upright and mirrored, as the evaluation shows them. `episodes`: how many are looked at.
+    Pictures must be upright and mirrored, as the evaluation shows them; that is measured of the agent view, since the
+    wrist view moves with the hand. `episodes`: how many are looked at.
     """
     found: dict[str, str] = {}
     try:

@@ -36,6 +36,8 @@ LOG = logging.getLogger(__name__)
 IMAGES = "observation.images."
 KINDS = "biuf"
 """Kinds of NumPy types that a message may hold: truth values and real numbers."""
+LONGEST_PROMPT = 2000
+"""Characters of an instruction."""
 
 
 class Acts(Protocol):
@@ -136,6 +138,10 @@ class Served:
         prompt, seed = given["prompt"], given.get("seed")
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(f"prompt is {prompt!r:.60}; give the instruction as text")
+        if len(prompt) > LONGEST_PROMPT:
+            raise InputError(f"prompt has {len(prompt)} characters; give at most {LONGEST_PROMPT}")
+        if isinstance(seed, np.integer):
+            seed = int(seed)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
             raise InputError(f"seed is {seed!r:.60}; give a whole number of at least 0")
         return images, self._state(given["state"]), prompt, seed
