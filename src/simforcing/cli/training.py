@@ -1,5 +1,6 @@
 """What all commands that train have in common: options, the run with its progress, its result."""
 
+import json
 import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -118,6 +119,8 @@ class TrainingOptions(ABC):
                     report(f"training the {name}", passed, words)
 
             run.report = show
+            if run.team.main:
+                note_environment(self.out)
             try:
                 done = train(run)
             except Stopped as stop:
@@ -146,3 +149,14 @@ class TrainingOptions(ABC):
         if run.team.main:
             print(f"{target}: {name} after {step} steps, {done.seconds:.0f} s of training")
         return 0
+
+
+def note_environment(out: Path) -> None:
+    """Adds the code's version and the machine to `environment.jsonl` of a run, where they are not what they were."""
+    from simforcing.evaluate.protocol import code_version, describe_machine
+    from simforcing.train.directory import append_row
+
+    row, file = {"code": code_version(), **describe_machine()}, out / "environment.jsonl"
+    last = file.read_text(encoding="utf-8").splitlines()[-1:] if file.exists() else []
+    if last != [json.dumps(row)]:
+        append_row(file, row)

@@ -9,6 +9,7 @@ import pickle
 import urllib.error
 import urllib.request
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,7 +31,9 @@ class Unavailable(SimForcingError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a network's weights usually come from; `sha256` is as much of the hash as is known in advance."""
+    """Where a network's weights usually come from; `sha256` is as much of the hash as is known in advance. Where it is
+    empty, what comes must at least be a whole zip archive, as TorchScript is.
+    """
 
     file: str
     url: str
@@ -146,6 +149,11 @@ def _fetch(source: Source, target: Path) -> str:
         with urllib.request.urlopen(source.url, timeout=TIMEOUT) as answer, partial.open("wb") as file:
             while block := answer.read(1 << 20):
                 file.write(block)
+            wanted, came = answer.headers.get("Content-Length"), file.tell()
+        if wanted is not None and came != int(wanted):
+            return f"the download ended after {came} of {wanted} bytes"
+        if not source.sha256 and not zipfile.is_zipfile(partial):
+            return f"the {came} bytes that came are no TorchScript file"
         found = _hash(partial, 0)
         if not found.startswith(source.sha256):
             return f"its sha256 is {found[:16]}..., not {source.sha256[:16]}..."

@@ -1,7 +1,8 @@
 """A run's directory: whose it is, and its log.
 
-It holds `run.json` (what defines the run), `log.jsonl`, `checkpoints/step-XXXXXXXX/` and, when training has ended,
-`model/`. The process that works on a run holds a lock on `.lock` in it until it ends.
+It holds `run.json` (what defines the run), `environment.jsonl` (code and machine, a line each time they change),
+`log.jsonl`, `checkpoints/step-XXXXXXXX/` and, when training has ended, `model/`. The process that works on a run holds
+a lock on `.lock` in it until it ends.
 """
 
 import json
