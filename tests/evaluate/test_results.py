@@ -112,3 +112,28 @@ def test_results_of_one_name_are_seeds_of_one_method() -> None:
         Comparison.of([result("ours"), result("ours", 1.0, guidance=1.0)])
     with pytest.raises(SimForcingError, match="no results to compare"):
         Comparison.of([])
+
+
+def test_seeds_that_differ_widen_every_interval() -> None:
+    """Of two trainings, one follows its actions and one hardly does: 9 and 2 times the error, whatever the clip."""
+    keen, dull = result("ours", seed=0), result("ours", seed=1)
+    keen = dataclasses.replace(keen, action={"true": [1.0] * 10, "exchanged": [9.0] * 10})
+    dull = dataclasses.replace(
+        dull,
+        by_frame={"psnr": np.tile([12.0, 11.0, 10.0, 9.0], (10, 1)).tolist()},
+        with_first_frame={"psnr": [50.0] * 10},
+    )
+    found = Comparison.of([keen, dull])
+    ratio = found.action_ratios()["ours"]
+    assert (ratio["mean"], ratio["low"], ratio["high"]) == (5.5, 2.0, 9.0)
+    first = (found.frames("ours", "psnr") or [])[0]
+    assert (first["mean"], first["low"], first["high"]) == (17.0, 12.0, 22.0)
+    given = found.rows_with_first_frame()["ours"]["psnr"]
+    assert given["mean"] == pytest.approx(np.mean([*keen.with_first_frame["psnr"], *[50.0] * 10]))
+    assert given["high"] > 49 and set(found.rows_with_first_frame()["ours"]) == {"psnr"}
+
+
+def test_seeds_that_were_not_measured_alike_are_said() -> None:
+    found = Comparison.of([result("ours", seed=0, code="1"), result("ours", seed=1, code="2")], {"code"})
+    (note,) = found.notes
+    assert "not measured alike" in note and "code" in note

@@ -100,6 +100,22 @@ def test_ratio_is_of_means_and_resampled_together():
         statistics.paired_ratio([1.0, 2.0], [0.0, 0.0])
 
 
+def test_a_ratio_over_seeds_is_that_of_one_seed_and_widens_with_more():
+    rng = np.random.default_rng(0)
+    b = rng.uniform(0.1, 2.0, 60)
+    a = 2 * b + rng.normal(0, 0.3, 60)
+    one, alone = statistics.ratio_over_seeds(a[None], b[None]), statistics.paired_ratio(a, b)
+    assert one["mean"] == alone["mean"] and one["low"] == pytest.approx(alone["low"], abs=0.02)
+    exact = statistics.ratio_over_seeds(np.stack([2 * b, 2 * b]), np.stack([b, b]))
+    assert [exact[k] for k in ("mean", "low", "high")] == pytest.approx([2, 2, 2])
+    apart = statistics.ratio_over_seeds(np.stack([2 * b, 4 * b]), np.stack([b, b]))
+    assert [apart[k] for k in ("mean", "low", "high")] == pytest.approx([3, 2, 4])
+    with pytest.raises(SimForcingError, match="same seeds and clips"):
+        statistics.ratio_over_seeds(a[None], np.stack([b, b]))
+    with pytest.raises(SimForcingError, match="denominator is zero"):
+        statistics.ratio_over_seeds(np.ones((2, 3)), np.zeros((2, 3)))
+
+
 def test_columns_give_an_interval_each():
     table = np.random.default_rng(0).normal([1.0, 5.0], 0.1, (30, 2))
     intervals = statistics.bootstrap_columns(table)

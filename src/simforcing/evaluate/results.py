@@ -23,10 +23,10 @@ from simforcing.evaluate.statistics import (
     Difference,
     Interval,
     bootstrap,
-    bootstrap_columns,
     difference_over_seeds,
     over_seeds,
     paired_ratio,
+    ratio_over_seeds,
 )
 from simforcing.files import write_text
 
@@ -164,17 +164,27 @@ class Comparison:
         firsts = {name: group[0].protocol for name, group in methods.items()}
         repeated = {"seed"} if any(len(g) > 1 for g in methods.values()) else set()
         check_same(firsts, {*METHOD, *allow, *repeated})
-        return cls(methods, mixed(firsts, sorted(allow)))
+        all_of_them = {f"{n} ({i})" if i else n: r.protocol for n, g in methods.items() for i, r in enumerate(g)}
+        return cls(methods, mixed(all_of_them, sorted(allow)))
 
     @property
     def episodes(self) -> list[int]:
         """Of each clip."""
         return next(iter(self.methods.values()))[0].episodes
 
-    def table(self, name: str, key: str) -> Float64[np.ndarray, "S N"] | None:
-        """One metric of one method, a row a seed; None where a seed lacks it."""
-        columns = [r.per_clip.get(key) for r in self.methods[name]]
+    def table(self, name: str, key: str, first_frame: bool = False) -> Float64[np.ndarray, "S N"] | None:
+        """One metric of one method, a row a seed; None where a seed lacks it. first_frame: counted with that, too."""
+        columns = [(r.with_first_frame if first_frame else r.per_clip).get(key) for r in self.methods[name]]
         return None if any(c is None for c in columns) else np.array(columns, np.float64)
+
+    def rows_with_first_frame(self) -> dict[str, dict[str, Interval]]:
+        """The same of what is counted with the given first frame, as papers do; methods without it are left out."""
+        found: dict[str, dict[str, Interval]] = {}
+        for name in self.methods:
+            tables = {key: self.table(name, key, True) for key in METRICS}
+            row = {k: over_seeds(t, clusters=self.episodes) for k, t in tables.items() if t is not None}
+            found |= {name: row} if row else {}
+        return found
 
     def rows(self) -> dict[str, dict[str, Interval]]:
         """Every metric of every method, over clips and seeds."""
@@ -203,19 +213,20 @@ class Comparison:
         return found
 
     def frames(self, name: str, key: str) -> list[Interval] | None:
-        """A metric of `by_frame` against the frame's index, seeds averaged."""
+        """A metric of `by_frame` against the frame's index, over clips and seeds."""
         tables = [r.by_frame.get(key) for r in self.methods[name]]
         if any(t is None for t in tables):
             return None
-        return bootstrap_columns(np.mean(np.array(tables, np.float64), axis=0), clusters=self.episodes)
+        values = np.array(tables, np.float64)  # S N F
+        return [over_seeds(values[:, :, frame], clusters=self.episodes) for frame in range(values.shape[2])]
 
     def action_ratios(self) -> dict[str, Interval]:
-        """Of every method that has one; errors are averaged over seeds."""
+        """Of every method that has one, over clips and seeds."""
         found = {}
         for name, group in self.methods.items():
             if all(r.action for r in group):
-                wrong, right = (np.mean([r.action[k] for r in group], axis=0) for k in ("exchanged", "true"))
-                found[name] = paired_ratio(wrong, right, clusters=self.episodes)
+                wrong, right = (np.array([r.action[k] for r in group], np.float64) for k in ("exchanged", "true"))
+                found[name] = ratio_over_seeds(wrong, right, clusters=self.episodes)
         return found
 
     def unavailable(self) -> dict[str, str]:

@@ -111,6 +111,29 @@ def over_seeds(
     return _interval(mean, draws, usable)
 
 
+def ratio_over_seeds(
+    a: Float64[np.ndarray, "S B"],
+    b: Float64[np.ndarray, "S B"],
+    n: int = 2000,
+    seed: int = 0,
+    *,
+    clusters: Clusters | None = None,
+) -> Interval:
+    """Mean of ``a`` divided by mean of ``b``: the same seeds and the same clips, each resampled together; see
+    `paired_ratio`.
+    """
+    first, second = _table("a", a), _table("b", b)
+    if first.shape != second.shape:
+        raise SimForcingError(f"a ratio needs the same seeds and clips: {first.shape} against {second.shape}")
+    usable = ~(np.isnan(first).any(0) | np.isnan(second).any(0))
+    first, second, groups = first[:, usable], second[:, usable], _select(clusters, usable)
+    if usable.any() and second.mean() == 0:
+        raise SimForcingError("the ratio's denominator is zero on average; it is not defined")
+    above, below = (_crossed(t, groups, n, np.random.default_rng(seed)) for t in (first, second))
+    mean = float(first.mean() / second.mean()) if usable.any() else float("nan")
+    return _interval(mean, None if above is None or below is None else above / below, usable)
+
+
 def difference_over_seeds(
     a: Float64[np.ndarray, "S B"],
     b: Float64[np.ndarray, "R B"],

@@ -117,7 +117,7 @@ def _methods(comparison: Comparison, ours: str) -> dict[str, object]:
     firsts = {name: group[0] for name, group in comparison.methods.items()}
     protocol = firsts[ours].protocol
     order = [ours, *(n for n in firsts if n != ours)]
-    rows = comparison.rows()
+    rows, first_frame = comparison.rows(), comparison.rows_with_first_frame()
     seeds = max(len(group) for group in comparison.methods.values())
     controls = {n for n in order if firsts[n].protocol.control}
     groups = {n: "" if not controls else "Controls" if n in controls else "Methods" for n in order}
@@ -128,7 +128,7 @@ def _methods(comparison: Comparison, ours: str) -> dict[str, object]:
             + (f" and {seeds} seeds." if seeds > 1 else ", for one seed of training and noise.")
         ],
         "rows": [Row(n, groups[n], rows[n], firsts[n].protocol.guidance) for n in order],
-        "with_first_frame": [Row(n, "", firsts[n].intervals(True)) for n in order if firsts[n].with_first_frame],
+        "with_first_frame": [Row(n, "", first_frame[n]) for n in order if n in first_frame],
         "differences": comparison.differences(ours),
         "action_ratios": comparison.action_ratios(),
         "sensitivity": [row for n in order for row in _sensitivity(comparison, n)],
