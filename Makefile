@@ -27,7 +27,7 @@ test: setup ## the tests that are not slow
 test-slow: setup ## the slow tests
 	$(PYTEST) -m slow --timeout 900 || [ $$? = 5 ] # 5: there is none
 
-study: setup-demo ## the paper's claims tested, two to three hours, into docs/results.md; goes on where it was stopped
+study: setup-demo ## the paper's claims tested, up to two hours, into docs/results.md; goes on where it was stopped
 	$(BIN)/simforcing study --out runs/study --results docs/results.md --workers $(WORKERS)
 
 lint: setup ## ruff: rules and format

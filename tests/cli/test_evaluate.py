@@ -72,7 +72,10 @@ def test_a_model_without_simulation_needs_w_0(
     assert Result.load(tmp_path / "t.json").protocol.guidance == 0.0
     start = ("predict", "bundled-teacher", *pairs[:2], "--episode", "0", "-o", str(tmp_path / "t.mp4"))
     assert main([*start]) == 2 and "use -w 0" in capsys.readouterr().err
-    assert main([*start, "-w", "0", "--real-steps", "1"]) == 0
+    long = [*start, "-w", "0", "--real-steps", "1"]
+    assert main([*long, "--windows", "9"]) == 2
+    assert "9 windows from row 0 need 109 rows, it has 33; --windows 2 fits" in capsys.readouterr().err
+    assert main([*long, "--windows", "2"]) == 0
 
 
 slow = pytest.mark.slow

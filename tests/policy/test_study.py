@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -166,12 +167,18 @@ def test_the_committed_page_says_its_numbers(page: ModuleType, study: ModuleType
     found = {key: numbers["policies"]["-".join(map(str, key))] for key in keys}
     assert written.split("## Trials")[0].rstrip() == "\n".join(page.lines(numbers, keys, found, []))
     assert numbers["sizes"] == json.loads(json.dumps(study.asdict(study.Sizes())))  # of the defaults, as it says
-    solved = {
-        row.split("|")[2].strip(): row
-        for row in written.splitlines()
-        if row.startswith("| unconditional | s") and "**" in row
-    }
-    readme = " ".join((docs.parent / "README.md").read_text().split())
-    for start in ("student", "scratch"):
-        rate = solved[start].split("|")[6].replace("*", "").strip()
-        assert rate in readme, f"{rate} of {start}"
+    said = written.replace("*", "")
+    for place in (docs / "policy.md", docs / "decisions.md", docs.parent / "README.md"):
+        quoted = QUOTED.findall(about_policies(place.read_text()))
+        assert quoted, place
+        assert [number for number in quoted if number not in said] == [], place
+
+
+QUOTED = re.compile(r"[+-]?\d+(?: %)? \[[+-]?\d+, [+-]?\d+\]")
+"""A rate or a difference with its interval, as pages write them."""
+
+
+def about_policies(text: str) -> str:
+    """The parts of a document that tell the study's results, on one line."""
+    found = re.findall(r"(?:^## What it was worth|^On LIBERO|^## 33\.).*?(?=^## |\Z)", text, re.M | re.S)
+    return " ".join(" ".join(found).split())

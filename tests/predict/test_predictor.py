@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simforcing.data.stats import Normalizer
 from simforcing.data.windows import ClipRule
-from simforcing.errors import SimForcingError
+from simforcing.errors import InputError, SimForcingError
 from simforcing.model.codec import TinyCodec, TinyCodecConfig, to_unit
 from simforcing.model.experts import ExpertConfig
 from simforcing.model.preparation import Preparation
@@ -67,6 +67,13 @@ def start() -> Start:
 def both(found: Predictor, start: Start) -> tuple[Tensor, Tensor]:
     sim = found.simulation(start, 1)
     return sim, found.real(start, 2, sim, Guidance(0.6))
+
+
+def test_one_text_is_no_list_of_instructions() -> None:
+    model = WorldModel.from_pretrained("bundled-student")
+    frame = np.zeros((4, 64, 64, 3), np.uint8)
+    with pytest.raises(InputError, match="instruction is one text, it must be a list"):
+        model.predict(frame, frame, np.zeros((4, 12, 7), np.float32), np.zeros((4, 7), np.float32), "pick")  # as long
 
 
 def test_a_prediction_is_the_sampler_on_prepared_inputs(model: WorldModel, start: Start) -> None:

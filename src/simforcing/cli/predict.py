@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from simforcing.cli.sampling import Sampling, check_dataset, check_targets
+
+if TYPE_CHECKING:
+    from simforcing.data.episode import Episode
+    from simforcing.data.windows import ClipRule
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Predict(Sampling):
         rule = predictor.preparation.rule
         if self.windows < 1:
             raise SimForcingError(f"--windows {self.windows}: give at least 1")
+        for i in self.episode:
+            self._check_length(dataset[i], rule)
         starts = [self.start + k * (rule.frames - 1) * rule.stride for k in range(self.windows)]
         clips = [[load_clip(dataset[i], s, rule, cameras) for s in starts] for i in self.episode]
         frames = {key: np.stack([[c.frames[key] for c in row] for row in clips]) for key in cameras}  # B W T H W 3
@@ -83,3 +89,17 @@ class Predict(Sampling):
         values = ", ".join(f"{v:.2f}" for v in metrics.psnr(shown["predicted"], real))
         print(f"{self.out} and {picture}: PSNR of predicted frames {values} dB")
         return 0
+
+    def _check_length(self, episode: "Episode", rule: "ClipRule") -> None:
+        """Refuses an episode that is too short for several windows, and says how many fit; one is checked elsewhere."""
+        from simforcing.errors import SimForcingError
+
+        step = (rule.frames - 1) * rule.stride
+        rows = self.start + step * (self.windows - 1) + rule.steps
+        if self.windows > 1 and rows > episode.length:
+            fit = max(0, (episode.length - self.start - rule.steps) // step + 1)
+            remedy = f"--windows {fit} fits" if fit else "begin earlier with --start"
+            raise SimForcingError(
+                f"{episode.where}: {self.windows} windows from row {self.start} need {rows} rows, it has "
+                f"{episode.length}; {remedy}"
+            )

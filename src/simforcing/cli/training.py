@@ -147,7 +147,7 @@ class TrainingOptions(ABC):
             trained = whole(run.model, run.team)
             run.team.on_main(lambda: trained.save_pretrained(target))
         if run.team.main:
-            print(f"{target}: {name} after {step} steps, {done.seconds:.0f} s of training")
+            print(f"{target}: {name} after {step} steps, {done.seconds:.0f} s of training{_followed(self.out)}")
         return 0
 
 
@@ -160,3 +160,14 @@ def note_environment(out: Path) -> None:
     last = file.read_text(encoding="utf-8").splitlines()[-1:] if file.exists() else []
     if last != [json.dumps(row)]:
         append_row(file, row)
+
+
+def _followed(out: Path) -> str:
+    """What a run's log last says of whether the model looks at its actions."""
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    ratios = [row["val_action_ratio"] for row in rows if "val_action_ratio" in row]
+    if not ratios:
+        return ""
+    return f"; action ratio {ratios[-1]:.2f}" + (
+        " (near 1: it hardly looks at its actions)" if ratios[-1] < 1.1 else ""
+    )

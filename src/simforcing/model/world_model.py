@@ -236,6 +236,8 @@ class WorldModel(Unit):
         """
         from simforcing.predict.predictor import Predictor, Start  # the room below: this method is its front door
 
+        if isinstance(instruction, str):
+            raise InputError("instruction is one text, it must be a list of B of them; write [instruction]")
         seeds = [seed + i for i in range(len(instruction))]
         start = Start(first_real, action, proprio, list(instruction), first_sim, seeds)
         if self._predictor is None:

@@ -123,7 +123,9 @@ def _robot(data: Dataset, given: Robot | None) -> tuple[Robot, list[str]]:
         return given, []
     if stored.get("bundled") and given.origin == name:
         return given, [f"robot: the bundled {name} has changed since the pairs were made"]
-    raise SimForcingError(f"{data.root}: made with '{name}', and {given.source} is another model; give that one")
+    raise SimForcingError(
+        f"{data.root}: made with '{name}', and {given.source} is another model; give that one with --robot"
+    )
 
 
 def _job(data: Dataset, arm: Robot, config: RolloutConfig, per_episode: int, seed: int) -> RolloutJob:
