@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from simforcing.errors import SimForcingError
+from simforcing.evaluate.measure import weights_hash
 from simforcing.evaluate.protocol import code_version, describe_machine
 from simforcing.evaluate.statistics import difference_over_seeds, over_seeds
 from simforcing.files import write_text
+from simforcing.policy.libero_results import common_fingerprint
+from simforcing.policy.policy import Policy
 
 Key = tuple[str, str, int]
 """Setting, start, seed."""
@@ -28,14 +32,19 @@ ERROR = "val_action_error"
 
 def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[Key]) -> None:
     """Writes the page, and beside it `<name>.json`, `images/policy-curves.png` and `images/policy-trials.png`."""
-    found = {key: record for key in keys if (record := read(out, key, int(sizes["trials"]))) is not None}
+    found = {key: record for key in keys if (record := read(out, key)) is not None}
+    tried = {key: records_of(out, key) for key in found}
+    simulated = common_means([row for rows in tried.values() for row in rows.items()])
+    for key, record in found.items():
+        record["trials"] = endings(tried[key], int(sizes["trials"]))
     numbers = {
         "sizes": dict(sizes),
         "machine": describe_machine() | {"torch_threads": 1},  # what every part was run with
         "code": code_version(),
+        "simulation": simulated,
         "demonstrations": demonstrations(out),
         "world models": {name: last_validation(out / name) for name in ("teacher", "student")},
-        "policies": {"-".join(map(str, key)): record for key, record in found.items()},
+        "policies": {_name(key): record for key, record in found.items()},
     }
     images = page.parent / "images"
     images.mkdir(parents=True, exist_ok=True)
@@ -46,23 +55,64 @@ def write_page(page: Path, out: Path, sizes: Mapping[str, Any], keys: Sequence[K
     write_text(page, "\n".join(lines(numbers, keys, found, filmed)) + "\n")
 
 
-def read(out: Path, key: Key, trials: int) -> dict[str, Any] | None:
-    """A policy's validation errors by step, and which trials succeeded; None where it was not trained."""
-    name = "-".join(map(str, key))
-    log = out / "policies" / name / "log.jsonl"
+def read(out: Path, key: Key) -> dict[str, Any] | None:
+    """A policy's validation errors by step; None where it was not trained."""
+    log = out / "policies" / _name(key) / "log.jsonl"
     if not (log.parent / "model").exists():
         return None
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    record: dict[str, Any] = {
+    return {
         "curve": sorted({row["step"]: row[ERROR] for row in rows if ERROR in row}.items()),
         "seconds": rows[-1]["seconds"],
-        "trials": {},
     }
-    for folder in sorted((out / "evaluations" / name / "trials").glob("*")):
-        files = [folder / f"{trial:03d}.json" for trial in range(trials)]
-        if all(file.exists() for file in files):
-            record["trials"][folder.name] = [json.loads(file.read_text())["ending"] for file in files]
-    return record
+
+
+def records_of(out: Path, key: Key) -> dict[str, dict[str, Any]]:
+    """Its trials, by their file below OUT.
+
+    Raises:
+        SimForcingError: one is of other weights than the policy has now.
+    """
+    files = sorted((out / "evaluations" / _name(key) / "trials").glob("*/*.json"))
+    records = {file.relative_to(out).as_posix(): json.loads(file.read_text()) for file in files}
+    own = policy_hash(out / "policies" / _name(key) / "model") if records else ""
+    for name, record in records.items():
+        if record["policy_sha256"] != own:
+            raise SimForcingError(f"{out / name}: a trial of other weights than the policy has; delete it")
+    return records
+
+
+def policy_hash(model: Path) -> str:
+    """What its trials know it by."""
+    return weights_hash(Policy.from_pretrained(model))
+
+
+def common_means(records: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What all trials of all policies were simulated by.
+
+    Raises:
+        SimForcingError: two trials differ in this, or in their protocol.
+    """
+    for name, record in records:
+        if record["protocol_sha256"] != records[0][1]["protocol_sha256"]:
+            raise SimForcingError(f"{name}: a trial of another protocol than {records[0][0]}; they are not averaged")
+    return common_fingerprint(dict(records))
+
+
+def endings(records: Mapping[str, Mapping[str, Any]], trials: int) -> dict[str, list[str]]:
+    """How each trial of a task ended, of the tasks whose trials are all there."""
+    found: dict[str, dict[int, str]] = {}
+    for name, record in records.items():
+        found.setdefault(Path(name).parent.name, {})[record["trial"]] = record["ending"]
+    return {
+        task: [ended[trial] for trial in range(trials)]
+        for task, ended in sorted(found.items())
+        if set(range(trials)) <= set(ended)
+    }
+
+
+def _name(key: Key) -> str:
+    return "-".join(map(str, key))
 
 
 def demonstrations(out: Path) -> dict[str, Any]:
@@ -122,22 +172,23 @@ def lines(
         f"{sizes['limit']} steps. Machine: {_machine(numbers['machine'])}.",
         "",
         "Teacher and student learnt from the training demonstrations alone (the held-out ones are the same for all), "
-        "so that the policies from them saw more steps on the same data; the policies' own steps are equal. What takes "
-        "over less of the student tells which of its experts it is: its first two seeds, action-only.",
+        "so that the policies from them saw more steps on the same data; the policies' own steps are equal. "
+        "Action-only freezes the video expert: from scratch that is one of random weights. What takes over less of the "
+        "student tells which of its experts it is.",
         "",
         "## Success",
         "",
-        "| setting | starts from | " + " | ".join(_tasks(found)) + " | all | minus scratch |",
-        "|---|---|" + "---|" * (len(_tasks(found)) + 2),
+        "| setting | starts from | " + " | ".join(_tasks(found)) + " | all | minus scratch | minus student |",
+        "|---|---|" + "---|" * (len(_tasks(found)) + 3),
     ]
     for setting, start in rows:
         text.append(_success_row(found, keys, setting, start, len(sizes["tasks"])))
     text += [
         "",
         "Successes of trials. *All*: of all seeds, with intervals at 95 % over seeds and initial states, both "
-        "resampled (all seeds begin at the same states). *Minus scratch*: the difference on these states, in "
-        f"percentage points, likewise. With {seeds} training seeds of a policy such intervals are too narrow, and "
-        "there is one teacher and one student: what another pair of them were worth is not in any interval.",
+        "resampled (all seeds begin at the same states). *Minus*: the difference on these states and seeds of the same "
+        f"setting, in percentage points, likewise. With {seeds} training seeds of a policy such intervals are too "
+        "narrow, and there is one teacher and one student: what other ones were worth is not in any interval.",
         "",
         "## Error of actions on held-out demonstrations",
         "",
@@ -166,14 +217,17 @@ def _success_row(found: Mapping[Key, dict[str, Any]], keys: Sequence[Key], setti
     table, names = successes(found, own, of), _tasks(found)
     if table is None:
         done = sum(len(group) for key in own if key in found for group in found[key]["trials"].values())
-        return f"| {setting} | {SAID[start]} | {'| ' * len(names)}{f'{done} trials so far' if done else 'not run'} | |"
+        return (
+            f"| {setting} | {SAID[start]} | {'| ' * len(names)}{f'{done} trials so far' if done else 'not run'} | | |"
+        )
     cells = [f"{round(part.sum())}/{part.size}" for part in np.split(table, of, axis=1)]
     cells.append(f"**{100 * table.mean():.0f} %** {_range(over_seeds(table))}")
-    scratch = successes(found, [(setting, "none", seed) for seed in _seen(keys, 2)], of)
-    if start == "none" or scratch is None:
-        cells.append("")
-    else:
-        gap = difference_over_seeds(table, scratch)
+    for other in ("none", "student"):
+        beside = successes(found, [(setting, other, seed) for _, _, seed in own], of)
+        if start in ("none", other) or beside is None:
+            cells.append("")
+            continue
+        gap = difference_over_seeds(table, beside)
         cells.append(f"{100 * gap['mean']:+.0f} {_range(gap, '+')}")
     return f"| {setting} | {SAID[start]} | {' | '.join(cells)} |"
 
