@@ -191,9 +191,9 @@ def ours() -> Sequence[Claim]:
         ),
         Claim("With few real episodes the method beats real-only training of equal time", (_chosen("few"),)),
         Claim("With few real episodes and three times the steps it does so", (_chosen("few-long"),)),
-        *_afterwards(),
         Claim("With many real episodes it does so, too", (_chosen("many"),)),
         Claim("With a twin that is exact in motion and camera it does so, too", (_chosen("exact"),)),
+        *_afterwards(),
         Claim("Control: exchanged actions are worse", (beside("exchanged", "less"),)),
         Claim("Control: another clip's simulation is worse", (beside("other", "less"),)),
         Claim("Control: a simulation corrupted as in training costs nothing", (beside("corrupted", "no less"),)),
@@ -203,34 +203,34 @@ def ours() -> Sequence[Claim]:
 def _afterwards() -> list[Claim]:
     """Asked when the first results had been seen, which makes a positive answer weaker."""
     few, plain = (reference(name, CHOSEN) for name in REGIMES["few-long"])
-    seen = "(asked after results were seen)"
+    seen = "(asked after the first results)"
 
     def exact(a: str, b: str) -> Contrast:
         return Contrast(a, b, "less", "arm_track")
 
     return [
         Claim(
-            f"There it beats the better baseline, too: one of a third of the time, before it overfits {seen}",
+            f"Few episodes, three times the steps: it beats the better baseline, of a third of the time, too {seen}",
             tuple(Contrast(few, reference("real-only-few", CHOSEN), metric=m) for m in ("psnr", "psnr_moving")),
         ),
         Claim(
-            f"There it is distillation that helps: the same without it is worse {seen}",
+            f"Few episodes, three times the steps: without distillation it is worse {seen}",
             (Contrast(few, reference("no-distillation-few-long", CHOSEN)),),
         ),
         Claim(
-            f"There joint training alone beats real-only training of equal time {seen}",
+            f"Few episodes, three times the steps: joint training alone beats real-only training of equal time {seen}",
             (Contrast(reference("joint-few-long", CHOSEN), plain),),
         ),
         Claim(
-            f"Motion distillation makes the arm's motion more exact, with the condition and without {seen}",
+            f"Motion distillation makes the arm's motion more exact, with the simulation condition and without it {seen}",
             (
                 exact(FULL, reference("no-distillation", "w0.6")),
                 exact(reference("no-conditioning", "w0"), reference("joint", "w0")),
             ),
         ),
         Claim(
-            f"The arm's motion is more exact than with real-only training of as many steps {seen}",
+            f"The method's motion of the arm is more exact than that of real-only training of as many steps {seen}",
             (exact(FULL, reference("real-only", "w0")),),
         ),
-        Claim(f"and of as much time {seen}", (exact(FULL, reference("real-only-time", "w0")),)),
+        Claim(f"and than that of as much time {seen}", (exact(FULL, reference("real-only-time", "w0")),)),
     ]
