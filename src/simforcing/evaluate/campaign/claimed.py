@@ -222,7 +222,7 @@ def _afterwards() -> list[Claim]:
             (Contrast(reference("joint-few-long", CHOSEN), plain),),
         ),
         Claim(
-            f"Motion distillation makes the arm's motion more exact, with the simulation condition and without it {seen}",
+            f"Motion distillation makes the arm's motion more exact, with the condition and without {seen}",
             (
                 exact(FULL, reference("no-distillation", "w0.6")),
                 exact(reference("no-conditioning", "w0"), reference("joint", "w0")),
