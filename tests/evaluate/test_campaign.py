@@ -4,9 +4,11 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +371,37 @@ def test_results_of_other_clips_are_not_compared(tmp_path: Path) -> None:
         file.write_text(json.dumps(found))
     with pytest.raises(SimForcingError, match="clips_sha256"):
         page.write(tmp_path, Sizes(), tmp_path / "results.md", "simforcing study")
+
+
+# -- what is told of the committed study ----------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+TRIPLE = re.compile(r"([+-]?\d+\.\d+)(?: (?:dB|px))? \[([+-]?\d+\.\d+), ([+-]?\d+\.\d+)\]")
+
+
+def told(text: str) -> set[tuple[float, ...]]:
+    """Means with intervals, as written."""
+    return {tuple(map(float, found)) for found in TRIPLE.findall(text.replace("−", "-"))}
+
+
+def part(file: Path, begin: str, end: str) -> str:
+    return " ".join(file.read_text().partition(begin)[2].partition(end)[0].split())
+
+
+@pytest.mark.parametrize(
+    ("file", "begin", "end"),
+    [(DOCS.parent / "README.md", "## What the study found", "On LIBERO"), (DOCS / "decisions.md", "## 32.", "## 33.")],
+    ids=["README", "decision 32"],
+)
+def test_numbers_told_of_the_study_are_its_own(file: Path, begin: str, end: str) -> None:
+    """Also the other way round: what is -0.33 [-0.41, -0.25] for a - b is told as "behind by 0.33 [0.25, 0.41]"."""
+    measured = told((DOCS / "results.md").read_text())
+    measured |= {(-mean, -high, -low) for mean, low, high in measured}
+    found = told(part(file, begin, end))
+    assert len(found) >= 3 and found <= measured, found - measured
+
+
+def test_the_committed_study_is_whole_and_of_the_sizes_that_there_are() -> None:
+    stored = json.loads((DOCS / "results.json").read_text())
+    assert stored["units_left"] == 0 and stored["sizes"] == json.loads(json.dumps(asdict(Sizes())))
+    assert [c["says"] for c in stored["claims"]["ours"]] == [claim.says for claim in ours()]
