@@ -98,7 +98,7 @@ def _refuse_what_does_not_belong_together(franka: Path, student: Path, capsys: p
     (franka / "strip.png").touch()
     assert "strip.png exists" in refused(capsys, *predict, franka / "strip.mp4")
     assert "actions mean something else: " in refused(
-        capsys, "predict", "bundled-teacher", "--data", pairs, "-o", franka / "x.mp4"
+        capsys, "predict", "bundled-student", "--data", pairs, "-o", franka / "x.mp4"
     )
     assert not out.exists()
 
