@@ -87,13 +87,7 @@ def paired_ratio(a: Values, b: Values, n: int = 2000, seed: int = 0, *, clusters
     first, second = _column("a", a), _column("b", b)
     if len(first) != len(second):
         raise SimForcingError(f"a paired ratio needs the same clips: {len(first)} against {len(second)}")
-    usable = ~np.isnan(first + second)
-    if usable.any() and second[usable].mean() == 0:
-        raise SimForcingError("the ratio's denominator is zero on average; it is not defined")
-    pairs = np.stack([first[usable], second[usable]], axis=1)
-    draws = _resampled_sums(pairs, _select(clusters, usable), n, seed)
-    mean = float(pairs[:, 0].mean() / pairs[:, 1].mean()) if usable.any() else float("nan")
-    return _interval(mean, None if draws is None else draws[0][:, 0] / draws[0][:, 1], usable)
+    return ratio_over_seeds(first[None], second[None], n, seed, clusters=clusters)
 
 
 def over_seeds(
