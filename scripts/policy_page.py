@@ -173,8 +173,8 @@ def lines(
         "",
         "Teacher and student learnt from the training demonstrations alone (the held-out ones are the same for all), "
         "so that the policies from them saw more steps on the same data; the policies' own steps are equal. "
-        "Action-only freezes the video expert: from scratch that is one of random weights. What takes over less of the "
-        "student tells which of its experts it is.",
+        "Action-only freezes the video expert: from scratch that is one of random weights. Starts that take over less "
+        "of the student ask which of its experts it is.",
         "",
         "## Success",
         "",
